@@ -1,0 +1,59 @@
+# Every target makes .venv itself; a machine with Python 3.11 or newer and make needs nothing else.
+# Another interpreter: make PYTHON=python3.12 test
+
+PYTHON ?= python3
+BIN    := .venv/bin
+DEV    := .venv/.installed
+PEERS  := .venv/.installed-peers
+
+.PHONY: help demo test test-unit test-slow test-conformance conformance lint format bench bench-peers clean
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
+
+demo: $(DEV) ## see farstep at work
+	$(BIN)/farstep demo
+
+test: $(DEV) ## every test
+	$(BIN)/pytest
+
+test-unit: $(DEV) ## the quick tests
+	$(BIN)/pytest -m "not slow"
+
+test-slow: $(DEV) ## the slow tests that are farstep's own
+	$(BIN)/pytest -m "slow and not conformance"
+
+test-conformance: $(DEV) ## PyTorch's own test-suite, through pytest
+	$(BIN)/pytest -m conformance
+
+conformance: $(DEV) ## the same by hand: make conformance K=rref IMPL=torch
+	cd tests && ../$(BIN)/python -m conformance $(if $(K),-k '$(K)') $(if $(IMPL),--impl $(IMPL)) $(ARGS)
+
+lint: $(DEV) ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(DEV) ## let ruff repair what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(DEV) ## measure against torch's RPC, write bench/RESULTS.md
+	$(BIN)/python -m bench $(ARGS)
+
+bench-peers: $(PEERS) ## the same, with gRPC and Ray as further columns
+	$(BIN)/python -m bench --peers $(ARGS)
+
+clean: ## remove .venv and everything generated
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist src/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(DEV): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "farstep needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(PEERS): $(DEV)
+	$(BIN)/pip install -c constraints.txt -e '.[dev,bench]'
+	@touch $@

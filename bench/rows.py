@@ -1,0 +1,176 @@
+"""The rows of the table: which case runs on how many workers, and how much faster it shall be."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from bench import gradients, models
+from bench.group import Group
+
+Measure = Callable[[Group], tuple[float, ...]]
+"""Gives one round's figure, or one for each of a row's columns: seconds, or CPU seconds per second."""
+
+BUDGET_S = 1.5
+GRADIENTS_BUDGET_S = 0.3
+GROWTH_BUDGET_S = 0.15
+CALLERS = 8
+SETTLE_S = 0.3
+IDLE_S = 1.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table."""
+
+    key: str
+    title: str
+    measure: Measure
+    world_size: int = 2
+    target: float | None = None
+    idle: bool = False
+    section: str = "calls"
+    alone: bool = False
+    """Only the subject is measured: torch has nothing like it."""
+    columns: tuple[str, str] | None = None
+    """What is compared, where it is two ways of the subject's."""
+
+
+def driven(case: str, iterations: int, warmup: int, budget_s: float = BUDGET_S) -> Measure:
+    """The first worker runs the case; the figure is the median of its repetitions."""
+
+    def measure(group: Group) -> tuple[float, ...]:
+        samples: list[float] = group.ask(0, "run", case, warmup, iterations, budget_s)
+        return (statistics.median(samples),)
+
+    return measure
+
+
+def alternating(first: str, second: str, iterations: int, warmup: int) -> Measure:
+    """The first worker runs two cases in turn, repetition by repetition; each has its median."""
+
+    def measure(group: Group) -> tuple[float, ...]:
+        command = ("pair", (first, second), warmup, iterations, 2 * GRADIENTS_BUDGET_S)
+        samples: tuple[list[float], list[float]] = group.ask(0, *command)
+        return tuple(statistics.median(each) for each in samples)
+
+    return measure
+
+
+def crowded(iterations: int) -> Measure:
+    """All workers but the first call the first at once; the figure is wall time over calls answered."""
+
+    def measure(group: Group) -> tuple[float, ...]:
+        ranks = range(1, group.world_size)
+        group.ask_all(ranks, [("run", "empty", 10, 1, BUDGET_S)] * len(ranks))
+        start_ns = time.perf_counter_ns() + 20_000_000
+        spans = group.ask_all(ranks, [("together", "empty", start_ns, iterations)] * len(ranks))
+        seconds = (max(ended for _, ended in spans) - min(began for began, _ in spans)) / 1e9
+        return (seconds / (iterations * len(ranks)),)
+
+    return measure
+
+
+def idle_cpu(group: Group) -> tuple[float, ...]:
+    """CPU seconds that all workers together use in a second in which nobody calls."""
+    time.sleep(SETTLE_S)
+    used, start = group.cpu_seconds(), time.monotonic()
+    time.sleep(IDLE_S)
+    return ((group.cpu_seconds() - used) / (time.monotonic() - start),)
+
+
+CALLS = [
+    Row("empty", "empty call", driven("empty", 400, 50), target=3.0),
+    Row("4B", "echo of 4 B", driven("4B", 400, 50), target=2.5),
+    Row("4KiB", "echo of 4 KiB", driven("4KiB", 400, 50), target=2.5),
+    Row("1MiB", "echo of 1 MiB", driven("1MiB", 100, 20), target=2.0),
+    Row("64MiB", "echo of 64 MiB, warm", driven("64MiB", 8, 3), target=4.0),
+    Row("64MiB+1", "64 MiB there, `x + 1` back, warm", driven("64MiB+1", 8, 3)),
+    Row("async", "500 async calls, then wait for all", driven("async", 8, 2), target=8.0),
+    Row("nested", "calls nested four deep", driven("nested", 150, 20)),
+    Row("blocked", "empty call while another call to that worker blocks", driven("blocked", 300, 50)),
+    Row("idle", "CPU use of 2 idle workers", idle_cpu, idle=True),
+    Row("many", f"{CALLERS} workers call one, per call", crowded(60), world_size=CALLERS + 1),
+    *(
+        Row(
+            f"group{size}",
+            f"empty call to each in turn, {size} workers in the group",
+            driven("round_robin", 4 * size + 200, 3 * size),
+            world_size=size,
+        )
+        for size in (2, 8, 16, 32, 64)
+    ),
+]
+
+
+def graded(case: str, iterations: int, warmup: int = 3) -> Measure:
+    return driven(case, iterations, warmup, GRADIENTS_BUDGET_S)
+
+
+def growing(case: str) -> Measure:
+    return driven(case, 30, 2, GROWTH_BUDGET_S)
+
+
+_MLP = f"MLP of {models.MLP_LAYERS} layers, {models.MLP_WIDTH} wide, on a peer"
+_HOPS = f"{gradients.HOPS} calls, to two peers in turn"
+_FAN_OUT = f"fan-out to {gradients.FAN_OUT} peers, one layer each"
+_STAGE = f"transformer stage of about {gradients.STAGE_NODES} nodes on a peer"
+
+GRADIENTS = [
+    Row("mlp", _MLP, graded("mlp", 100, 5), target=1.5, section="gradients"),
+    Row("hops", _HOPS, graded("hops", 40), world_size=3, target=2.0, section="gradients"),
+    Row("fanout", _FAN_OUT, graded("fanout", 50), world_size=gradients.FAN_OUT + 1, section="gradients"),
+    Row("stage", _STAGE, graded("stage", 10, 2), target=1.0, section="gradients"),
+]
+
+SMART_TARGET = 0.87
+"""SMART takes at most 15% longer than FAST."""
+MODES = [
+    Row(
+        f"{row.key}-modes",
+        row.title,
+        alternating(f"{row.key}-fast", f"{row.key}-smart", iterations, 3),
+        world_size=row.world_size,
+        target=SMART_TARGET,
+        section="modes",
+        alone=True,
+        columns=("FAST", "SMART"),
+    )
+    for row, iterations in zip(GRADIENTS, (100, 40, 50, 10), strict=True)
+]
+
+GROWTH = [
+    *(
+        Row(f"nodes{count}", f"{count} nodes", growing(f"nodes{count}"), section="growth")
+        for count in gradients.NODES
+    ),
+    *(
+        Row(f"hops{count}", f"{count} calls", growing(f"hops{count}"), world_size=3, section="growth")
+        for count in gradients.MORE_HOPS
+    ),
+    *(
+        Row(
+            f"agents{count}",
+            f"{count} agents in one process",
+            growing(f"agents{count}"),
+            world_size=1,
+            section="growth",
+            alone=True,
+        )
+        for count in gradients.AGENTS
+    ),
+]
+
+SERIES: dict[str, dict[int, str]] = {
+    "graph nodes on a peer": {count: f"nodes{count}" for count in gradients.NODES},
+    "calls to two peers in turn": dict(
+        sorted([(gradients.HOPS, "hops"), *((count, f"hops{count}") for count in gradients.MORE_HOPS)])
+    ),
+    "agents in one process, fan-out to all": {count: f"agents{count}" for count in gradients.AGENTS},
+}
+"""What the cost is shown to grow with: the keys of rows, by how much of it they have."""
+
+ROWS = [*CALLS, *GRADIENTS, *MODES, *GROWTH]
+SECTIONS = list(dict.fromkeys(row.section for row in ROWS))

@@ -1,0 +1,65 @@
+"""What torch's public API does not offer: running one node of the graph by itself.
+
+The engine cannot be told to run a node and stop behind it, if it may not also run what is behind: see engine.py. Everything here that
+looks inside torch is in this file: that a node can be called, and that `_input_metadata` knows the tensors it was made for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+
+__all__ = ["input_count", "run_node"]
+
+Gradients = list[torch.Tensor | None]
+
+
+def input_count(node: Any) -> int:
+    """How many gradients a node is given: one for each tensor that its function returned."""
+    return len(node._input_metadata)
+
+
+def run_node(node: Any, gradients: Sequence[torch.Tensor | None]) -> Gradients:
+    """The gradients that flow over a node's `next_functions`. The node's hooks are not run."""
+    if isinstance(node, BackwardCFunction):
+        flowing = _run_python(node, gradients)
+    else:
+        flowing = _as_list(node(*gradients))
+    return [
+        _fit(gradient, below, number)
+        for gradient, (below, number) in zip(flowing, node.next_functions, strict=True)
+    ]
+
+
+def _run_python(node: Any, gradients: Sequence[torch.Tensor | None]) -> Gradients:
+    """A user's autograd.Function: it gives one gradient for each argument of its forward, tensor or not."""
+    if getattr(node, "materialize_grads", True):
+        gradients = [
+            _zeros(node._input_metadata[i]) if gradient is None else gradient
+            for i, gradient in enumerate(gradients)
+        ]
+    results = _as_list(node.apply(*gradients))
+    results += [None] * (len(node.needs_input_grad) - len(results))
+    wanted = iter(r for r, is_wanted in zip(results, node.needs_input_grad, strict=False) if is_wanted)
+    return [None if below is None else next(wanted) for below, _ in node.next_functions]
+
+
+def _zeros(metadata: Any) -> torch.Tensor:
+    return torch.zeros(tuple(metadata.shape), dtype=metadata.dtype, device=metadata.device)
+
+
+def _fit(gradient: torch.Tensor | None, below: Any, number: int) -> torch.Tensor | None:
+    """As the engine does: a gradient of a broadcast tensor is summed, and has the tensor's dtype."""
+    if gradient is None or below is None:
+        return None
+    wanted = below._input_metadata[number]
+    if gradient.layout is torch.strided and gradient.shape != torch.Size(wanted.shape):
+        gradient = gradient.sum_to_size(tuple(wanted.shape))
+    return gradient if gradient.dtype == wanted.dtype else gradient.to(wanted.dtype)
+
+
+def _as_list(results: Any) -> Gradients:
+    return list(results) if isinstance(results, tuple | list) else [results]

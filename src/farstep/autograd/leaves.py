@@ -1,0 +1,109 @@
+"""Leaves: what torch's own backward would do at them, done for a gradient that must not go to `.grad`.
+
+Torch's engine hands out a leaf's gradient after the hooks on the tensor, and does not run the node behind it
+(AccumulateGrad). The hooks on that node are run here. Parameters in DistributedDataParallel are the exception: its reducer
+must see the real node run, so they are let accumulate, and `.grad` is put back as it was.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, Node
+
+__all__ = ["accumulate_for_real", "has_hooks", "lifted", "node_hooks", "run_node_hooks"]
+
+_lifting = threading.RLock()
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+_NONE: list[Any] = []
+
+
+def node_hooks(node: Node) -> tuple[list[Any], list[Any]]:
+    """The hooks that `register_prehook` and `register_hook` have put on a node.
+
+    A node does not show its hooks; but a handle of one more hook shows the dict that it shares with the others.
+    """
+    probe = node.register_prehook(_nothing)
+    hooks: Any = probe.hooks_dict_ref()
+    before = _NONE if len(hooks) == 1 else [hook for hook in hooks.values() if hook is not _nothing]
+    del hooks[probe.id]  # as probe.remove() does, in a fifth of the time
+    probe = node.register_hook(_nothing)
+    hooks = probe.hooks_dict_ref()
+    after = _NONE if len(hooks) == 1 else [hook for hook in hooks.values() if hook is not _nothing]
+    del hooks[probe.id]
+    return before, after
+
+
+def run_node_hooks(node: Node, gradient: torch.Tensor) -> torch.Tensor | None:
+    """What AccumulateGrad would have been given, with its hooks run; None where a hook took the gradient away."""
+    before, after = node_hooks(node)
+    if before is after:
+        return gradient  # neither has any
+    for hook in before:
+        changed = hook((gradient,))
+        if changed is not None:
+            gradient = changed[0] if isinstance(changed, tuple) else changed
+            if gradient is None:
+                return None
+    for hook in after:
+        hook((), (gradient,))
+    return gradient
+
+
+def has_hooks(node: Any) -> bool:
+    """Whether a leaf's gradient must be whole before anybody may see it."""
+    return bool(node.variable._backward_hooks) or any(node_hooks(node))
+
+
+class lifted:
+    """While this is entered, the hooks on the leaves `lift` do not run: they will when AccumulateGrad itself does.
+
+    Whoever runs the hooks of some leaves enters it too, with `hooked`, so that nobody lifts them meanwhile.
+    """
+
+    def __init__(self, lift: list[torch.Tensor], hooked: bool) -> None:
+        self._lift = [leaf for leaf in lift if leaf._backward_hooks]
+        self._locks = hooked or bool(self._lift)
+        self._kept: list[tuple[Any, dict[Any, Any]]] = []
+
+    def __enter__(self) -> None:
+        if self._locks:
+            _lifting.acquire()
+            for leaf in self._lift:
+                hooks: Any = leaf._backward_hooks
+                self._kept.append((hooks, dict(hooks)))
+                hooks.clear()
+
+    def __exit__(self, *_: object) -> None:
+        if self._locks:
+            for hooks, kept in self._kept:
+                added = dict(hooks)
+                hooks.clear()
+                hooks.update(kept)
+                hooks.update(added)
+            _lifting.release()
+
+
+_accumulating = threading.Lock()
+
+
+def accumulate_for_real(found: list[tuple[Any, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Run AccumulateGrad itself for these leaves, take what it left in `.grad`, and put back what was there before."""
+    leaves = [node.variable for node, _ in found]
+    with _accumulating:
+        before = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        try:
+            torch.autograd.backward([GradientEdge(node, 0) for node, _ in found], [g for _, g in found])
+            return [(leaf, leaf.grad.clone()) for leaf in leaves if leaf.grad is not None]
+        finally:
+            for leaf, grad in zip(leaves, before, strict=True):
+                leaf.grad = grad

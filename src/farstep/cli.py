@@ -1,0 +1,104 @@
+"""The `farstep` command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from farstep._version import __version__
+
+__all__ = ["main"]
+
+DESCRIPTION = "PyTorch models whose parts live in different processes and machines."
+EXAMPLES = """\
+examples:
+  farstep demo                         three workers at work, for a few seconds
+  farstep run -n 4 train.py --lr 0.1   four local copies of a script that calls init_rpc
+  python -m farstep.compat train.py    a script for torch.distributed.rpc, unedited, on farstep
+
+`farstep COMMAND --help` tells more of each.
+"""
+RUN = """\
+Start N copies of a Python script on this machine. Each finds RANK, LOCAL_RANK, WORLD_SIZE,
+MASTER_ADDR and MASTER_PORT in its environment, so a plain
+
+    rpc.init_rpc(f"worker{os.environ['RANK']}", world_size=int(os.environ['WORLD_SIZE']))
+
+is all it needs to join the group. Lines of output are prefixed with the rank. When a copy fails, the
+others are stopped, and its exit code is this command's.
+"""
+RUN_EXAMPLES = """\
+examples:
+  farstep run train.py                 two copies
+  farstep run -n 4 train.py --lr 0.1   four; everything after the script's name is the script's
+  farstep run --compat old.py          a script for torch.distributed.rpc, unedited, on farstep
+
+For several machines use torchrun, and set FARSTEP_SECRET to the same value on each.
+"""
+DEMO = """\
+Starts three worker processes on this machine and shows what crosses between them: matrix products in pieces, a
+remote reference passed round, a burst of asynchronous calls, a remote exception with its traceback, and
+a worker that is killed and missed. Every result is checked; the exit code is 1 if one is wrong.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.command == "demo":
+        from farstep.demo import run_demo
+
+        return run_demo()
+    if args.command == "run":
+        return _run(parser, args)
+    parser.print_help()
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="farstep", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=raw
+    )
+    parser.add_argument("--version", action="version", version=f"farstep {__version__}")
+    commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
+    commands.add_parser("demo", help="see three workers at work", description=DEMO, formatter_class=raw)
+    run = commands.add_parser(
+        "run",
+        help="start local copies of a script",
+        description=RUN,
+        epilog=RUN_EXAMPLES,
+        formatter_class=raw,
+    )
+    run.add_argument("-n", "--workers", type=int, default=2, metavar="N", help="how many copies (default: 2)")
+    run.add_argument(
+        "--compat", action="store_true", help="the script is one for torch.distributed.rpc: run it on farstep"
+    )
+    run.add_argument("script", help="the Python script")
+    run.add_argument("args", nargs=argparse.REMAINDER, help="arguments for the script")
+    return parser
+
+
+def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    from farstep.launch.script import run_script
+
+    if args.workers < 1:
+        parser.error(f"-n must be at least 1, not {args.workers}")
+    if not os.path.isfile(args.script):
+        parser.error(f"there is no script {args.script!r}; give the path of a Python file")
+    width = len(str(args.workers - 1))
+
+    def show(rank: int, line: str) -> None:
+        print(f"[{rank:>{width}}] {line}", flush=True)
+
+    try:
+        return run_script(args.script, args.args, args.workers, show, compat=args.compat)
+    except KeyboardInterrupt:
+        print("farstep: interrupted; all copies have been stopped", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

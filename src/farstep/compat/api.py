@@ -1,0 +1,220 @@
+"""torch.distributed.rpc.api, with the private names that torch's own tests and some users reach for.
+
+Its shutdown goes torch's way step by step, by the names in this module, so that code which replaces one of the steps
+finds its replacement called. Everything else is farstep's own.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from farstep.compat.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
+from farstep.compat.internal import _internal_rpc_pickler
+from farstep.errors import NotInitialized, RpcError
+from farstep.rpc import gather
+from farstep.rpc.agent import Agent
+from farstep.rpc.api import get_rpc_timeout, get_worker_info, remote, rpc_async, rpc_sync
+from farstep.rpc.api import thread_local as _thread_local_var
+from farstep.rpc.api import wait_all_calls as _wait_all
+from farstep.rpc.current import current_agent, default_agent, find_agent, set_default_agent
+from farstep.rpc.group import release_references
+from farstep.rpc.membership import WorkerInfo
+from farstep.rpc.rref import RRef
+
+__all__ = [
+    "AllGatherStates",
+    "RRef",
+    "WorkerInfo",
+    "_thread_local_var",
+    "_wait_all",
+    "get_rpc_timeout",
+    "get_worker_info",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]
+
+logger = logging.getLogger("farstep.rpc")
+PyRRef = RRef
+_LOOK_S = 0.2
+_ignore_rref_leak = True
+_default_pickler: Any = _internal_rpc_pickler
+
+
+@contextlib.contextmanager
+def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
+    global _default_pickler
+    _default_pickler = rpc_pickler
+    try:
+        yield
+    finally:
+        _default_pickler = _internal_rpc_pickler
+
+
+def _is_current_rpc_agent_set() -> bool:
+    return find_agent() is not None
+
+
+def _get_current_rpc_agent() -> Agent:
+    return current_agent()
+
+
+def _set_and_start_rpc_agent(agent: Any) -> None:
+    set_default_agent(agent)
+
+
+def _init_rpc_states(agent: Any) -> None:
+    if not _is_current_rpc_agent_set():
+        _set_and_start_rpc_agent(agent)
+
+
+def _require_agent() -> Agent:
+    if not _is_current_rpc_agent_set():
+        raise NotInitialized("RPC has not been initialized. Call torch.distributed.rpc.init_rpc first.")
+    return current_agent()
+
+
+class AllGatherStates:
+    """One `_all_gather`, on one worker."""
+
+    def __init__(self) -> None:
+        self.gathered_objects: dict[str, Any] = {}
+        self.proceed_signal = threading.Event()
+
+
+class _Gatherings:
+    """The `_all_gather`s of one agent."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.numbers: dict[str, int] = {}
+        self.states: collections.defaultdict[str, AllGatherStates] = collections.defaultdict(AllGatherStates)
+
+
+def _gatherings() -> _Gatherings:
+    agent = current_agent()
+    found: _Gatherings = agent.__dict__.setdefault("compat_gatherings", _Gatherings())
+    return found
+
+
+def _gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names: set[str]) -> None:
+    gatherings = _gatherings()
+    with gatherings.lock:
+        states = gatherings.states[sequence_id]
+        states.gathered_objects[worker_name] = obj
+        if worker_names == states.gathered_objects.keys():
+            states.proceed_signal.set()
+
+
+def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> None:
+    gatherings = _gatherings()
+    with gatherings.lock:
+        states = gatherings.states[sequence_id]
+    states.gathered_objects = objects_map
+    states.proceed_signal.set()
+
+
+def _all_gather(obj: Any, worker_names: Any = None, timeout: float = UNSET_RPC_TIMEOUT) -> dict[str, Any]:
+    """torch's two phases: all send to the worker with the smallest name, which then sends all to all."""
+    agent = _require_agent()
+    names = set(worker_names) if worker_names else {p.name for p in agent.links.peers()}
+    leader, me = min(names), agent.info.name
+    gatherings = _gatherings()
+    with gatherings.lock:
+        label = ",".join(sorted(names))
+        number = gatherings.numbers.get(label, 0)
+        gatherings.numbers[label] = number + 1
+    sequence_id = f"{label}/{number}"
+    no_limit = timeout in (UNSET_RPC_TIMEOUT, DEFAULT_SHUTDOWN_TIMEOUT)
+    rpc_timeout = agent.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else timeout
+    if me == leader:
+        _gather_to_leader(sequence_id, me, obj, names)
+    else:
+        rpc_sync(leader, _gather_to_leader, args=(sequence_id, me, obj, names), timeout=rpc_timeout)
+    with gatherings.lock:
+        states = gatherings.states[sequence_id]
+    _wait_for(agent, states, names, None if no_limit else timeout)
+    if me == leader:
+        _send_to_followers(sequence_id, states.gathered_objects, names - {leader}, rpc_timeout)
+    with gatherings.lock:
+        gatherings.states.pop(sequence_id, None)
+    return states.gathered_objects
+
+
+def _wait_for(agent: Agent, states: AllGatherStates, names: set[str], timeout_s: float | None) -> None:
+    """Unlike torch's, this wait ends when someone who should come is lost."""
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    while not states.proceed_signal.wait(
+        _LOOK_S if deadline is None else min(_LOOK_S, max(0.0, deadline - time.monotonic()))
+    ):
+        lost = sorted(
+            n for n in names - states.gathered_objects.keys() if not agent.is_present(agent.peer(n).id)
+        )
+        if lost:
+            raise RpcError(f"_all_gather cannot complete: {', '.join(lost)} left or was lost")
+        if deadline is not None and time.monotonic() >= deadline:
+            missing = sorted(names - states.gathered_objects.keys())
+            raise RpcError(
+                f"timed out in _all_gather after {timeout_s:.2f} seconds. Missing: {', '.join(missing)}"
+            )
+
+
+def _send_to_followers(
+    sequence_id: str, objects: dict[str, Any], followers: set[str], rpc_timeout: float
+) -> None:
+    futures = {
+        name: rpc_async(name, _broadcast_to_followers, args=(sequence_id, objects), timeout=rpc_timeout)
+        for name in followers
+    }
+    errors = []
+    for name, future in futures.items():
+        try:
+            future.wait()
+        except RuntimeError as exc:
+            errors.append((name, exc))
+    if errors:
+        raise RpcError(
+            f"Followers {[name for name, _ in errors]} timed out in _all_gather after {rpc_timeout:.2f} seconds. "
+            f"The first exception is {errors[0][1]}"
+        )
+
+
+def _barrier(worker_names: Any) -> None:
+    try:
+        _all_gather(None, set(worker_names))
+    except RuntimeError:
+        logger.exception("Failed to complete barrier")
+
+
+def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Wait until every worker has come here."""
+    _all_gather(None, timeout=timeout)
+
+
+def _delete_all_user_and_unforked_owner_rrefs(timeout: Any = None) -> None:
+    release_references(current_agent())
+
+
+def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """torch.distributed.rpc.shutdown."""
+    agent = _require_agent()
+    leaks: list[str] = []
+    try:
+        if graceful:
+            _wait_all_workers(timeout)
+            _delete_all_user_and_unforked_owner_rrefs()
+            leaks = agent.rrefs.leaks()
+            gather.join(agent, timeout)
+    finally:
+        agent.close()
+        if default_agent() is agent:
+            set_default_agent(None)
+    if leaks and not _ignore_rref_leak:
+        raise RpcError(f"Leaking RRef(s) on {agent.info.name!r} at shutdown: {'; '.join(leaks)}")

@@ -1,0 +1,242 @@
+"""all_gather, barrier, and the end of a group: what workers do together.
+
+The worker with the smallest name leads. Each sends it its part; the leader answers all when the last part is in, so
+a gathering is one round trip. A participant that is lost fails a gathering of named workers, and is left out of
+one of all workers.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from farstep.errors import RpcError, RpcTimeout, ShutdownTimeout, WorkerLost
+from farstep.rpc.current import current_agent
+from farstep.rpc.payload import pack
+from farstep.rpc.peer import Peer, PeerState
+
+if TYPE_CHECKING:
+    from farstep.rpc.agent import Agent
+    from farstep.rpc.message import Message
+
+__all__ = ["Gatherings", "all_gather", "join"]
+
+log = logging.getLogger("farstep.rpc")
+Key = tuple[str, int]
+MISSING = "Missing:"
+KEPT_FAILURES = 16
+ASK_AFTER = 0.9
+"""A gathering waits for this part of its time; the rest is for asking the leader who is missing."""
+
+
+class _Gathering:
+    """One all_gather, as its leader sees it."""
+
+    def __init__(self, names: frozenset[str] | None) -> None:
+        self.names = names
+        self.parts: dict[str, Any] = {}
+        self.answers: list[Callable[[dict[str, Any] | None, BaseException | None], None]] = []
+
+
+class Gatherings:
+    """The gatherings that one agent takes part in, and those that it leads."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._lock = threading.Lock()
+        self._numbers: dict[str, int] = {}
+        self._led: dict[Key, _Gathering] = {}
+        self._given_up: dict[Key, list[str]] = {}
+
+    def next_key(self, names: frozenset[str] | None, purpose: str) -> Key:
+        """The k-th gathering of the same workers meets the others' k-th."""
+        label = purpose + "/" + ("*" if names is None else ",".join(sorted(names)))
+        with self._lock:
+            number = self._numbers.get(label, 0)
+            self._numbers[label] = number + 1
+        return label, number
+
+    def receive(
+        self, message: Message, key: Key, name: str, names: Sequence[str] | None, timeout_s: float
+    ) -> None:
+        """A member's part, at the leader. It counts for as long as the member waits."""
+        try:
+            part = message.value(self._agent.trust)
+        except Exception as exc:
+            self._agent.service.answer_error(message, exc)
+            return
+        members = None if names is None else frozenset(names)
+
+        def answer(parts: dict[str, Any] | None, error: BaseException | None) -> None:
+            if error is not None:
+                self._agent.service.answer_error(message, error)
+            else:
+                self._agent.service.answer(message, parts)
+
+        # This worker's own part is answered last: it may leave the group once it has the answer.
+        expires = time.monotonic() + timeout_s if timeout_s else float("inf")
+        self._add(key, members, name, (part, expires), answer, last=message.peer.is_self)
+
+    def _add(
+        self, key: Key, names: frozenset[str] | None, name: str, part: Any, answer: Any, *, last: bool
+    ) -> None:
+        with self._lock:
+            gathering = self._led.setdefault(key, _Gathering(names))
+            gathering.parts[name] = part
+            if last:
+                gathering.answers.append(answer)
+            else:
+                gathering.answers.insert(0, answer)
+        self._check(key)
+
+    def worker_gone(self) -> None:
+        with self._lock:
+            keys = list(self._led)
+        for key in keys:
+            self._agent.submit(0, lambda key=key: self._check(key))  # type: ignore[misc]
+
+    def _check(self, key: Key) -> None:
+        """Answer everyone if nobody is missing any more."""
+        present = {p.name for p in self._agent.links.peers() if p.state is PeerState.PRESENT}
+        with self._lock:
+            gathering = self._led.get(key)
+            if gathering is None:
+                return
+            now = time.monotonic()
+            gathering.parts = {n: part for n, part in gathering.parts.items() if part[1] > now}
+            names = present if gathering.names is None else gathering.names
+            missing = names - gathering.parts.keys()
+            lost = missing - present
+            if missing and not lost:
+                return
+            del self._led[key]
+        error = None
+        if lost:
+            name = min(lost)
+            peer = self._agent.links.find(name)
+            error = peer.lost_error() if peer else WorkerLost(name, "it is not in the group")
+        for answer in gathering.answers:
+            answer(None if error else {name: part for name, (part, _) in gathering.parts.items()}, error)
+
+    def missing(self, key: Key) -> list[str]:
+        """Who has not come yet, at the leader."""
+        present = {p.name for p in self._agent.links.peers() if p.state is PeerState.PRESENT}
+        with self._lock:
+            gathering = self._led.get(key)
+            if gathering is None:
+                return self._given_up.get(key, [])
+            return sorted((gathering.names or present) - gathering.parts.keys())
+
+    def give_up(self, key: Key, error: BaseException) -> None:
+        """The leader's own time is up: tell the others why, for they cannot ask once it has left."""
+        missing = self.missing(key)
+        with self._lock:
+            gathering = self._led.pop(key, None)
+            self._given_up[key] = missing
+            while len(self._given_up) > KEPT_FAILURES:
+                del self._given_up[next(iter(self._given_up))]
+        for answer in gathering.answers if gathering else ():
+            answer(None, error)
+
+
+def all_gather(
+    agent: Agent, part: Any, worker_names: Sequence[str] | None, timeout_s: float, purpose: str = "user"
+) -> dict[str, Any]:
+    """Everyone's part by name. `timeout_s` 0 waits as long as everyone is alive."""
+    names = None if worker_names is None else frozenset(worker_names)
+    if names is not None and agent.info.name not in names:
+        raise ValueError(
+            f"worker {agent.info.name!r} takes part in a gathering of {sorted(names)} and is not among them"
+        )
+    for name in names or ():
+        agent.peer(name)
+    key = agent.links.gatherings.next_key(names, purpose)
+    deadline = time.monotonic() + timeout_s if timeout_s else None
+    while True:
+        present = sorted(p.name for p in agent.links.peers() if p.state is PeerState.PRESENT)
+        leader = agent.peer(min(names) if names is not None else present[0])
+        left = 0.0 if deadline is None else max(0.001, deadline - time.monotonic())
+        head = (*key, agent.info.name, None if names is None else sorted(names), left * ASK_AFTER)
+        future = agent.start_gather(leader, head, pack((part,)), left)
+        try:
+            if left and not _is_done_within(future, left * ASK_AFTER):
+                raise _who_is_missing(agent, leader, key, timeout_s, deadline, future)
+            return future.wait()  # type: ignore[no-any-return]
+        except WorkerLost as exc:
+            if names is not None or exc.worker != leader.name or agent.closed:
+                raise  # a gathering of all goes on under the next leader
+
+
+def _is_done_within(future: torch.futures.Future[Any], timeout_s: float) -> bool:
+    done = threading.Event()
+    future.add_done_callback(lambda _: done.set())
+    return done.wait(timeout_s)
+
+
+def _who_is_missing(
+    agent: Agent,
+    leader: Peer,
+    key: Key,
+    timeout_s: float,
+    deadline: float | None,
+    future: torch.futures.Future[Any],
+) -> BaseException:
+    """Ask the leader. One that has given up and left said so before it went, and that is the answer then."""
+    patience_s = min(2.0, max(0.05, (deadline or 0.0) - time.monotonic()))
+    try:
+        missing = agent.call_sync(leader.name, _missing_here, key, {}, patience_s)
+        who = ", ".join(missing) or "nobody any more"
+    except RpcError as exc:
+        if isinstance(exc, WorkerLost) and _is_done_within(future, patience_s):
+            try:
+                future.wait()
+            except RpcError as said:
+                if MISSING in str(said):
+                    return said
+        who = f"cannot be told by the leader {leader.name!r} ({exc})"
+    error = RpcTimeout(
+        f"RPC ran for more than {timeout_s:.3g} s while worker {agent.info.name!r} waited for others. {MISSING} {who}"
+    )
+    if leader.is_self:
+        agent.links.gatherings.give_up(key, error)
+    return error
+
+
+def _missing_here(label: str, number: int) -> list[str]:
+    return current_agent().links.gatherings.missing((label, number))
+
+
+def join(agent: Agent, timeout_s: float) -> None:
+    """Wait until every worker is here and no call is under way anywhere.
+
+    Each round waits for this worker's own calls and gathers how many calls each has sent and served. When
+    the sums are equal and the same as in the round before, nothing was under way in between.
+    """
+    deadline = time.monotonic() + timeout_s if timeout_s else None
+    before: tuple[int, int] | None = None
+    while True:
+        agent.tally.wait_idle(_left(deadline))
+        left = _left(deadline)
+        if left is not None and left <= 0:
+            raise ShutdownTimeout(
+                f"worker {agent.info.name!r}: calls were still under way after {timeout_s:g} s: {agent.tally}"
+            )
+        try:
+            counts = all_gather(agent, agent.tally.totals(), None, left or 0.0, "join")
+        except ShutdownTimeout:
+            raise
+        except RpcTimeout as exc:
+            raise ShutdownTimeout(f"shutdown: {exc}") from exc
+        now = (sum(c[0] for c in counts.values()), sum(c[1] for c in counts.values()))
+        if now == before and (now[0] == now[1] or len(counts) < len(agent.links.peers())):
+            return
+        before = now
+
+
+def _left(deadline: float | None) -> float | None:
+    return None if deadline is None else deadline - time.monotonic()

@@ -1,0 +1,140 @@
+"""How an agent comes into a group and leaves it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+
+from farstep.errors import RpcError, RpcTimeout, ShutdownTimeout
+from farstep.rpc import current, gather
+from farstep.rpc.agent import Agent
+from farstep.rpc.membership import WorkerInfo
+from farstep.rpc.options import RpcOptions
+from farstep.rpc.peer import PeerState
+from farstep.rpc.stores import HashStore, PrefixStore, Store
+
+__all__ = ["join_group", "leave_group", "local_agents"]
+
+log = logging.getLogger("farstep.rpc")
+RREF_PATIENCE_S = 10.0
+_live: weakref.WeakSet[Agent] = weakref.WeakSet()
+
+
+def join_group(
+    store: Store, name: str, rank: int, world_size: int | None, options: RpcOptions | None = None
+) -> Agent:
+    """Start an agent and meet the others in the store. With `world_size` None it joins a group that others may join too."""
+    options = options or RpcOptions()
+    if world_size is not None and not 0 <= rank < world_size:
+        raise ValueError(f"rank must be between 0 and {world_size - 1}, not {rank}")
+    agent = Agent(WorkerInfo(name, rank), options)
+    try:
+        agent.links.join(store, world_size, options.init_deadline_s)
+    except BaseException:
+        agent.close()
+        raise
+    if options.switch_interval_s is not None:
+        sys.setswitchinterval(options.switch_interval_s)
+    _live.add(agent)
+    return agent
+
+
+def leave_group(agent: Agent, *, graceful: bool = True, timeout_s: float = 0.0) -> None:
+    """Shut an agent down. Graceful: when all workers are here and nothing is under way. 0 waits while all are alive.
+
+    Whatever happens the agent is closed afterwards; ShutdownTimeout says who was missing.
+    """
+    try:
+        if graceful:
+            deadline = time.monotonic() + timeout_s if timeout_s else None
+            gather.join(agent, timeout_s)
+            release_references(agent, _left(deadline, RREF_PATIENCE_S))
+            gather.join(agent, _left(deadline, 0.0))
+            lost = [p.name for p in agent.links.peers() if p.state is PeerState.LOST]
+            if lost:
+                log.warning("worker %r shuts down without %s, lost before", agent.info.name, ", ".join(lost))
+    except RpcTimeout as exc:
+        if isinstance(exc, ShutdownTimeout):
+            raise
+        raise ShutdownTimeout(str(exc)) from exc
+    finally:
+        agent.close()
+        _live.discard(agent)
+
+
+def _left(deadline: float | None, otherwise: float) -> float:
+    return otherwise if deadline is None else max(0.001, deadline - time.monotonic())
+
+
+def release_references(agent: Agent, patience_s: float = RREF_PATIENCE_S) -> None:
+    """Let go of every reference this worker uses, and wait until the others have done so with its values."""
+    agent.rrefs.delete_all_users()
+    if not agent.rrefs.wait_until_unowned(patience_s):
+        log.warning(
+            "worker %r: others still hold references: %s", agent.info.name, "; ".join(agent.rrefs.leaks())
+        )
+
+
+@contextlib.contextmanager
+def local_agents(
+    count: int, options: RpcOptions | None = None, *, names: Sequence[str] | None = None
+) -> Iterator[list[Agent]]:
+    """Many workers in this one process, for tests and experiments: real sockets, real frames, one interpreter."""
+    options = options or RpcOptions()
+    store = HashStore()
+    agents: list[Agent | None] = [None] * count
+    errors: list[BaseException] = []
+
+    def start(rank: int) -> None:
+        try:
+            name = names[rank] if names else f"worker{rank}"
+            agents[rank] = join_group(PrefixStore("rpc", store), name, rank, count, options)
+        except BaseException as exc:
+            errors.append(exc)
+
+    threads = [threading.Thread(target=start, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    try:
+        if errors:
+            raise errors[0]
+        yield [a for a in agents if a is not None]
+    finally:
+        for agent in agents:
+            if agent is not None:
+                agent.close()
+
+
+def _close_all_at_exit() -> None:
+    for agent in list(_live):
+        with contextlib.suppress(RpcError):
+            agent.close(timeout_s=1.0)
+
+
+def _pin_shared_memory() -> None:
+    for agent in list(_live):
+        for peer in agent.links.peers():
+            peer.borrower.pin()
+
+
+def _forget_in_child() -> None:
+    """A forked child must not hold its parent's sockets open: the parent's death would go unnoticed."""
+    current.set_default_agent(None)
+    current.serving.set(None)
+    for agent in list(_live):
+        agent.closed = True
+        agent.links.after_fork()
+    _live.clear()
+
+
+atexit.register(_close_all_at_exit)
+os.register_at_fork(before=_pin_shared_memory, after_in_child=_forget_in_child)

@@ -1,0 +1,344 @@
+"""Reading what peers send, and sorting it out.
+
+Two kinds of thread read: the reactor's, and callers that wait for a reply. Whoever holds a connection's read lock
+reads; frames are taken in the order of arrival, so that references change hands in the order they were sent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from farstep.errors import ProtocolError
+from farstep.rpc.bundle import Rider, unbundle
+from farstep.rpc.calls import AsyncCall, Call, SyncCall
+from farstep.rpc.connection import Receiver
+from farstep.rpc.message import Message, read_message
+from farstep.rpc.peer import Peer
+from farstep.rpc.reactor import Job
+from farstep.rpc.replies import Replies
+from farstep.rpc.service import Service
+from farstep.rpc.trust import Trust
+from farstep.rpc.wire import CALLS, Frame, Kind
+
+if TYPE_CHECKING:
+    from farstep.rpc.agent import Agent
+
+__all__ = ["Inbox"]
+
+STAY_S = 1.0
+HANDED_ON = 2
+INTERRUPTED = "a message was being taken in when this thread was interrupted, and is lost"
+CALL, REPLY = int(Kind.CALL), int(Kind.REPLY)
+
+
+class _Arrivals:
+    """What one read brought: jobs to run, and replies to settle."""
+
+    __slots__ = ("_agent", "claim", "claimed", "jobs", "replies", "served")
+
+    def __init__(self, agent: Agent, claim: Callable[[Message], bool] | None = None) -> None:
+        self._agent = agent
+        self.claim = claim
+        self.claimed: list[Job] = []
+        """The extension's messages that the reading thread wants to deal with itself."""
+        self.served = 0
+        """How many of the messages were work for the peer that sent them."""
+        self.jobs: list[tuple[int, Job]] = []
+        self.replies: dict[int, Replies] = {}
+
+    def replies_at(self, depth: int) -> Replies:
+        replies = self.replies.get(depth)
+        if replies is None:
+            replies = self.replies[depth] = Replies(depth, self._agent.tally)
+        return replies
+
+    def take_replies(self) -> list[Replies]:
+        if not self.replies:
+            return []
+        replies, self.replies = list(self.replies.values()), {}
+        return replies
+
+    def take_jobs(self) -> list[tuple[int, Job]]:
+        """The jobs, and one for each lot of replies."""
+        jobs, self.jobs = self.jobs, []
+        for replies in self.take_replies():
+            jobs.append((replies.depth, partial(self._agent.settlement.settle, replies)))
+        return jobs
+
+
+class Inbox:
+    """The reading side of one agent."""
+
+    def __init__(self, agent: Agent, service: Service) -> None:
+        self._agent = agent
+        self._service = service
+
+    def read_until(
+        self, receiver: Receiver, peer: Peer, done: Callable[[], bool], deadline: float | None
+    ) -> list[Replies]:
+        """Read on a user's thread, with the read lock held; give it back at the end.
+
+        Only what cannot run the user's code is handled here: a thread that waits may hold locks that a call, a
+        callback or an unpickled class needs. The rest becomes jobs for the reactor; but replies that came when this
+        thread was done are returned, and it may take its own out of them. See [Note: replies together].
+        """
+        self._agent.reactor.disarm(receiver.fd)
+        arrivals = _Arrivals(self._agent)
+        handed_on = 0
+        error: BaseException | None = None
+        try:
+            while not done():
+                if arrivals.jobs or arrivals.replies:
+                    jobs = arrivals.take_jobs()
+                    self._agent.submit_all(jobs)
+                    handed_on += len(jobs)
+                    if handed_on > HANDED_ON:
+                        break  # this worker serves more than it waits: the reactor reads without the hand-over
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    break
+                self._dispatch(peer, receiver, receiver.read_waiting(left), arrivals)
+                receiver.is_taking_in = False
+        except (EOFError, OSError, ProtocolError) as exc:
+            error = exc.with_traceback(None)  # or it would keep this frame, and all that came, alive
+        except BaseException:  # Ctrl-C, on the main thread
+            if receiver.is_taking_in:
+                error = ProtocolError(INTERRUPTED)
+            arrivals.jobs = arrivals.take_jobs()
+            raise
+        finally:
+            receiver.read_lock.release()
+            self._arm(receiver)
+            if arrivals.jobs:
+                self._agent.submit_all(arrivals.jobs)
+            if error is not None:
+                self._agent.links.broken(peer, error)
+        return arrivals.take_replies()
+
+    def look_out(
+        self, peers: Sequence[Peer], claim: Callable[[Message], bool], done: Callable[[], bool], until: float
+    ) -> list[Job]:
+        """Look again and again for messages of these peers, on a user's thread that waits for some of them.
+
+        Ends when there are any that it claims, which it is given; when it is done; or at `until`, by time.perf_counter.
+        """
+        held: list[tuple[Peer, Receiver]] = []
+        broken: list[tuple[Peer, BaseException]] = []
+        arrivals = _Arrivals(self._agent, claim)
+        try:
+            for peer in peers:
+                if peer.receiver is not None and peer.receiver.take_read_lock():
+                    held.append((peer, peer.receiver))
+                    self._agent.reactor.disarm(peer.receiver.fd)
+            while held and not (arrivals.claimed or broken or done()) and time.perf_counter() < until:
+                for peer, receiver in held:
+                    try:
+                        self._dispatch(peer, receiver, receiver.read(), arrivals)
+                        receiver.is_taking_in = False
+                    except (EOFError, OSError, ProtocolError) as exc:
+                        broken.append((peer, exc.with_traceback(None)))
+                if arrivals.jobs or arrivals.replies:
+                    self._agent.submit_all(arrivals.take_jobs())
+        except BaseException:  # Ctrl-C, on the main thread
+            broken += [(p, ProtocolError(INTERRUPTED)) for p, receiver in held if receiver.is_taking_in]
+            self._agent.submit_all([(1, job) for job in arrivals.claimed])
+            raise
+        finally:
+            for _, receiver in held:
+                receiver.read_lock.release()
+                self._arm(receiver)
+            self._agent.submit_all(arrivals.take_jobs())
+            for peer, error in broken:
+                self._agent.links.broken(peer, error)
+        return arrivals.claimed
+
+    def on_readable(self, peer: Peer, receiver: Receiver) -> None:
+        """A reactor thread: something arrived from this peer."""
+        if not receiver.take_read_lock():
+            return  # a waiting caller reads, and arms the connection when it is done
+        arrivals = _Arrivals(self._agent)
+        error: BaseException | None = None
+        try:
+            self._dispatch(peer, receiver, receiver.read(), arrivals)
+        except (EOFError, OSError, ProtocolError) as exc:
+            error = exc.with_traceback(None)  # or it would keep this frame, and all that came, alive
+        finally:
+            receiver.read_lock.release()
+        if error is not None:
+            self._agent.submit_all(arrivals.take_jobs())
+            self._agent.links.broken(peer, error)
+            return
+        self._arm(receiver)
+        if arrivals.replies and self._agent.settlement.is_caller_busy:
+            for replies in arrivals.take_replies():
+                self._agent.settlement.put_aside(replies)
+        jobs = arrivals.take_jobs()
+        if jobs:
+            self._agent.reactor.run(jobs)
+            stay = len(jobs) == arrivals.served == 1
+            jobs.clear()  # it holds what the call carried
+            if stay:
+                self._stay(peer, receiver)
+
+    def _stay(self, peer: Peer, receiver: Receiver) -> None:
+        """Having served one call, wait for the next one at the connection itself: one system call less for each.
+
+        Only while another thread listens to everything else, and only for calls and their like: whatever else arrives
+        means that this worker calls that peer too, and then the caller should find the connection free.
+        """
+        if self._agent.reactor.may_stay():
+            try:
+                while self._stay_once(peer, receiver):
+                    pass
+            finally:
+                self._agent.reactor.moved_on()
+
+    def _stay_once(self, peer: Peer, receiver: Receiver) -> bool:
+        if not receiver.take_read_lock():
+            return False
+        self._agent.reactor.disarm(receiver.fd)
+        arrivals = _Arrivals(self._agent)
+        frames: list[Frame] = []
+        error: BaseException | None = None
+        try:
+            frames = receiver.read_waiting(STAY_S)
+            self._dispatch(peer, receiver, frames, arrivals)
+        except (EOFError, OSError, ProtocolError) as exc:
+            error = exc.with_traceback(None)  # or it would keep this frame, and all that came, alive
+        finally:
+            receiver.read_lock.release()
+        if error is not None:
+            self._agent.submit_all(arrivals.take_jobs())
+            self._agent.links.broken(peer, error)
+            return False
+        self._arm(receiver)
+        jobs = arrivals.take_jobs()
+        if jobs:
+            self._agent.reactor.run(jobs)
+        return len(frames) == arrivals.served == 1
+
+    def _arm(self, receiver: Receiver) -> None:
+        if not receiver.is_closed:
+            self._agent.reactor.arm(receiver.fd)
+
+    def deliver_to_self(self, frame: Frame) -> None:
+        arrivals = _Arrivals(self._agent)
+        self._dispatch(self._agent.links.me, None, [frame], arrivals)
+        self._agent.submit_all(arrivals.take_jobs())
+
+    def _dispatch(
+        self, peer: Peer, receiver: Receiver | None, frames: list[Frame], arrivals: _Arrivals
+    ) -> None:
+        """Sort out what arrived, in order. Nothing here runs foreign code or blocks."""
+        for frame in frames:
+            try:
+                if frame.kind == Kind.BUNDLE:
+                    self._dispatch_bundle(peer, unbundle(frame, self._agent.trust.is_open), arrivals)
+                    continue
+                message = read_message(frame, peer, self._agent.trust.is_open)
+                if frame.fds and receiver is not None:
+                    message.admit_segments(receiver.take_fds(frame.fds))
+                if message.refs:
+                    message.refs = [self._agent.rrefs.adopt(note) for note in message.refs]
+                    if message.kind not in (Kind.CALL, Kind.REMOTE):
+                        self._service.confirm_later(message)
+                self._dispatch_one(peer, message, arrivals)
+            except ProtocolError:
+                raise
+            except Exception as exc:
+                raise ProtocolError(
+                    f"a message of kind {frame.kind} that makes no sense: {type(exc).__name__}: {exc}"
+                ) from exc
+
+    def _dispatch_bundle(self, peer: Peer, riders: list[Rider], arrivals: _Arrivals) -> None:
+        """The same, for many small messages at a time."""
+        agent, serve, jobs = self._agent, self._service.serve, arrivals.jobs
+        received = 0
+        for kind, call_id, depth, head, body in riders:
+            if kind == CALL:
+                received += 1
+                jobs.append((depth, partial(serve, Message(kind, call_id, depth, peer, head, body))))
+                continue
+            call = agent.take(peer, call_id)
+            if (
+                kind == REPLY
+                and isinstance(call, AsyncCall)
+                and not (call.future.has_callbacks or type(body) is bytes)
+            ):
+                args = body[0]
+                arrivals.replies_at(call.depth + 1).add(call, None, args[0] if args else None)
+            else:
+                self._sort_reply(call, Message(kind, call_id, depth, peer, head, body), arrivals)
+        if received:
+            agent.tally.receive(received)
+
+    def _sort_reply(self, call: Call | None, message: Message, arrivals: _Arrivals) -> None:
+        if call is None:
+            # Too late; open it all the same, so that what it carries is let go.
+            arrivals.jobs.append((0, partial(_open_and_drop, message, self._agent.trust)))
+        elif isinstance(call, SyncCall):
+            self._agent.complete(call, message, None)
+        elif isinstance(call, AsyncCall) and message.is_plain and not call.future.has_callbacks:
+            arrivals.replies_at(call.depth + 1).add(call, message)
+        else:
+            arrivals.jobs.append((call.depth + 1, partial(self._agent.complete, call, message, None)))
+
+    def _dispatch_one(self, peer: Peer, message: Message, arrivals: _Arrivals) -> None:
+        kind = message.kind
+        jobs = arrivals.jobs
+        if message.extra is not None and kind in CALLS:
+            self._agent.extension.arrived(message)
+        if kind == Kind.REPLY or kind == Kind.ERROR:
+            self._sort_reply(self._agent.take(peer, message.call_id), message, arrivals)
+        elif kind == Kind.CALL:
+            self._agent.tally.receive()
+            arrivals.served += 1
+            jobs.append((message.depth, partial(self._service.serve, message)))
+        elif kind == Kind.REMOTE:
+            self._agent.tally.receive()
+            name, id, fork = message.head
+            kept = self._agent.rrefs.expect(id, None if peer.is_self else fork, peer.id)
+            jobs.append((message.depth, partial(self._service.serve, message, kept)))
+        elif kind == Kind.FETCH:
+            kept = self._agent.rrefs.find(message.head)
+            self._agent.tally.receive()
+            kept.when_set(
+                partial(self._agent.submit, message.depth, partial(self._service.send_value, message, kept))
+            )
+        elif kind == Kind.GATHER:
+            label, number, name, names, timeout_s = message.head
+            gatherings = self._agent.links.gatherings
+            jobs.append((0, partial(gatherings.receive, message, (label, number), name, names, timeout_s)))
+        elif kind == Kind.RREF:
+            if message.call_id:
+                self._agent.tally.receive()
+            self._agent.rrefs.control(message)
+        elif kind == Kind.RELEASE:
+            released, dropped = message.head
+            if peer.lender is not None:
+                peer.lender.returned(released)
+            peer.borrower.unmap(dropped)
+        elif kind == Kind.LOST:
+            name, incarnation, reason = message.head
+            jobs.append((0, partial(self._agent.links.heard_lost, peer, name, incarnation, reason)))
+        elif kind == Kind.GOODBYE:
+            self._agent.links.left(peer)
+        elif kind == Kind.EXTENSION:
+            if message.call_id:
+                self._agent.tally.receive()
+            job = self._agent.extension.control(message)
+            if job is not None and arrivals.claim is not None and arrivals.claim(message):
+                arrivals.claimed.append(job)
+            elif job is not None:
+                arrivals.served += self._agent.extension.serves(message)
+                jobs.append((message.depth, partial(job)))
+
+
+def _open_and_drop(message: Message, trust: Trust) -> None:
+    try:
+        message.open(trust)
+    except Exception:
+        pass

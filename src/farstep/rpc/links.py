@@ -1,0 +1,513 @@
+"""The other workers: connections to them, and who is lost.
+
+[Note: noticing] A worker that dies closes its sockets, and whoever has a connection to it knows at once; a host that
+vanishes is noticed by the kernel's keep-alive. Connections are made when they are needed, so not everyone has one to
+everyone. Therefore each worker keeps one to the next in rank, whoever notices a loss tells all others, each of
+them makes sure before it believes it, and the ring closes over the gap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import ssl
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from farstep.errors import (
+    AuthenticationError,
+    DuplicateName,
+    InsecureTransport,
+    ProtocolError,
+    RpcError,
+    RpcTimeout,
+    UnknownWorker,
+    WorkerLost,
+)
+from farstep.rpc import handshake
+from farstep.rpc.connection import Receiver, Sender
+from farstep.rpc.gather import Gatherings
+from farstep.rpc.listener import Listener, keep_alive
+from farstep.rpc.membership import Card, Roster, WorkerInfo, host_key
+from farstep.rpc.options import HOW_TO_SET_A_SECRET
+from farstep.rpc.peer import Attempt, Peer, PeerState, SelfPeer
+from farstep.rpc.shm import Lender, SharedBudget
+from farstep.rpc.wire import Kind
+
+if TYPE_CHECKING:
+    from farstep.rpc.agent import Agent
+    from farstep.rpc.stores import Store
+
+__all__ = ["Links"]
+
+log = logging.getLogger("farstep.rpc")
+RETRY_S: Final = 0.05
+ROOMY: Final = 4
+"""With a core for every worker, looking for a reply takes nothing from anyone."""
+LostCallback = Callable[[WorkerInfo, str], None]
+
+
+class Links:
+    """All that one agent knows of its peers."""
+
+    def __init__(self, agent: Agent) -> None:
+        options = agent.options
+        self._agent = agent
+        self._key = handshake.group_key(options.shared_secret) if options.shared_secret else b""
+        self._tls = handshake.tls_context(options, listening=False)
+        self._budget = SharedBudget(options.shared_memory_bytes)
+        self._lock = threading.Lock()
+        self._by_id: dict[int, Peer] = {}
+        self._by_name: dict[str, Peer] = {}
+        self._lost_callbacks: list[LostCallback] = []
+        self._gone_callbacks: dict[int, list[Callable[[], None]]] = {}
+        self._roster: Roster | None = None
+        self.is_open = False
+        self._has_joined = False
+        self._leaving = False
+        self._closed = False
+        self.gatherings = Gatherings(agent)
+        self._listener = Listener(agent.info.name, options, self._key, self._admit)
+        card = Card(
+            name=agent.info.name,
+            id=agent.info.id,
+            incarnation=uuid.uuid4().hex,
+            host=host_key(),
+            unix=self._listener.unix_path,
+            tcp=self._listener.tcp_address,
+        )
+        self.me = SelfPeer(agent, card, agent.inbox.deliver_to_self)
+        self._enter(self.me)
+
+    def _enter(self, peer: Peer) -> None:
+        with self._lock:
+            self._by_id[peer.id] = peer
+            self._by_name[peer.name] = peer
+
+    # -- the group
+
+    def join(self, store: Store, world_size: int | None, timeout_s: float) -> None:
+        """Meet the others. Peers may call this worker from the moment its card is in the store."""
+        self.is_open = world_size is None
+        self._roster = Roster(store, self.me.card, world_size)
+        for sock in self._listener.sockets:
+            self._agent.reactor.watch(sock.fileno(), lambda sock=sock: self._knock(sock))  # type: ignore[misc]
+        cards = self._roster.join(timeout_s)
+        for card in cards:
+            self._learn(card)
+        for peer in self.peers():
+            if not peer.is_self:
+                self._check_reachable(peer)
+        deadline = time.monotonic() + timeout_s
+        if self.is_open:
+            for peer in self.peers():
+                if not peer.is_self:
+                    with contextlib.suppress(WorkerLost):
+                        self.dial(peer, deadline)
+        else:
+            try:
+                self._watch_next(deadline)
+                self._roster.settle(deadline, self._first_lost)
+            except BaseException as exc:
+                self._roster.fail(exc)
+                raise
+        self._has_joined = True
+
+    def _first_lost(self) -> str | None:
+        lost = [p for p in self.peers() if p.state is not PeerState.PRESENT]
+        return str(lost[0].lost_error()) if lost else None
+
+    def _learn(self, card: Card) -> Peer:
+        """A card, from the store or from an introduction. The first one of an incarnation counts."""
+        with self._lock:
+            known = self._by_id.get(card.id) or self._by_name.get(card.name)
+            if known is not None and known.card.incarnation == card.incarnation:
+                return known
+            if known is not None and known.state is PeerState.PRESENT:
+                raise DuplicateName(
+                    f"{card.name!r} (rank {card.id}) is not unique: {known.name!r} has that name or rank"
+                )
+            peer = Peer(self._agent, card)
+            self._by_id[card.id] = peer
+            self._by_name[card.name] = peer
+            return peer
+
+    def _check_reachable(self, peer: Peer) -> None:
+        mine, theirs = self.me.card, peer.card
+        if mine.host == theirs.host and theirs.unix:
+            return
+        if mine.host == theirs.host and not self._key:
+            raise InsecureTransport(
+                f"worker {peer.name!r} listens on TCP only (transport='tcp'), and {self.me.name!r} has no shared secret "
+                f"for that: {HOW_TO_SET_A_SECRET}"
+            )
+        if not theirs.tcp or not self._key:
+            raise InsecureTransport(
+                f"worker {peer.name!r} is on another host than {self.me.name!r} (or belongs to another user), and "
+                f"calls between hosts need a shared secret: {HOW_TO_SET_A_SECRET}"
+            )
+
+    def is_present(self, worker_id: int) -> bool:
+        """As far as is known here; asks nobody."""
+        peer = self._by_id.get(worker_id)
+        return peer is not None and peer.state is PeerState.PRESENT
+
+    @property
+    def spin_s(self) -> float:
+        """How long a thread that waits looks before it sleeps: longer where every worker of this host can have a core."""
+        here = sum(p.card.host == self.me.card.host for p in self.peers() if p.state is PeerState.PRESENT)
+        return self._agent.options.spin_s * (ROOMY if here <= (os.cpu_count() or 1) else 1)
+
+    def peers(self) -> list[Peer]:
+        """All that were ever known, this worker among them, by rank."""
+        with self._lock:
+            return [self._by_id[id] for id in sorted(self._by_id)]
+
+    def find(self, target: str | int | WorkerInfo) -> Peer | None:
+        if type(target) is str and target in self._by_name:
+            return self._by_name[target]
+        key = target.id if isinstance(target, WorkerInfo) else target
+        table: dict[Any, Peer] = self._by_name if isinstance(key, str) else self._by_id
+        peer = table.get(key)
+        if peer is None or (isinstance(target, WorkerInfo) and peer.name != target.name):
+            peer = self._look_again(table, key)
+        return peer
+
+    def _look_again(self, table: dict[Any, Peer], key: str | int) -> Peer | None:
+        if not self.is_open or self._roster is None or self._closed:
+            return None
+        for card in self._roster.new_cards():
+            with contextlib.suppress(DuplicateName):
+                self._learn(card)
+        return table.get(key)
+
+    # -- connections
+
+    def dial(self, peer: Peer, deadline: float | None) -> Sender:
+        """The connection to a peer, made now if there is none.
+
+        A dial once begun is finished, or the peer would take its end for a death. A caller with less time
+        than that leaves it to a thread.
+        """
+        if peer.sender is not None:
+            return peer.sender
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is None or left >= handshake.TIMEOUT_S:
+            return self._dial(peer)
+        with self._lock:
+            attempt = peer.attempt
+            if attempt is None or attempt.is_over:
+                attempt = peer.attempt = Attempt(lambda: self._dial(peer), f"farstep-{self.me.name}-dial")
+        return attempt.wait(left, f"worker {self.me.name!r} is still dialling {peer.name!r}")
+
+    def _dial(self, peer: Peer) -> Sender:
+        deadline = time.monotonic() + handshake.TIMEOUT_S
+        if not peer.dial_lock.acquire(timeout=2 * handshake.TIMEOUT_S):
+            raise RpcTimeout(f"worker {self.me.name!r} is still dialling {peer.name!r}")
+        try:
+            if peer.sender is not None:
+                return peer.sender
+            if peer.state is not PeerState.PRESENT:
+                raise peer.lost_error()
+            self._check_reachable(peer)
+            sock = self._connect(peer, deadline)
+            sender = Sender(sock, self._agent.options.max_frame_bytes)
+            if sender.shares_host and self._agent.options.shared_memory_bytes:
+                peer.lender = Lender(self._budget)
+            peer.sender = sender
+            self._agent.reactor.watch(sock.fileno(), lambda: self._sender_ended(peer, sender))
+            if peer.state is not PeerState.PRESENT or self._closed:  # lost meanwhile
+                self._hang_up(peer)
+                raise peer.lost_error()
+            return sender
+        finally:
+            peer.dial_lock.release()
+
+    def _connect(self, peer: Peer, deadline: float) -> socket.socket:
+        """Dial and introduce. A peer that refuses is not there any more; a door that is too full is tried again."""
+        while True:
+            try:
+                return self._try_connect(peer, deadline)
+            except AuthenticationError:
+                raise
+            except ssl.SSLError as exc:
+                raise AuthenticationError(f"TLS with worker {peer.name!r} failed: {exc}") from exc
+            except (EOFError, ConnectionResetError, BlockingIOError) as exc:
+                error: Exception = exc.with_traceback(None)
+                if time.monotonic() + RETRY_S < deadline and not self._closed:
+                    time.sleep(RETRY_S)
+                    continue
+            except TimeoutError as exc:
+                if self._shares_host(peer):
+                    raise RpcTimeout(f"worker {peer.name!r} does not answer at its socket: {exc}") from exc
+                error = exc.with_traceback(None)
+            except OSError as exc:
+                error = exc.with_traceback(None)
+            self.lose(peer, f"it cannot be reached: {error}")
+            raise peer.lost_error() from error
+
+    def _shares_host(self, peer: Peer) -> bool:
+        return self.me.card.host == peer.card.host and peer.card.unix is not None
+
+    def _try_connect(self, peer: Peer, deadline: float) -> socket.socket:
+        sock: socket.socket
+        left = max(0.001, min(deadline - time.monotonic(), handshake.TIMEOUT_S))
+        if self._shares_host(peer):
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        else:
+            sock = socket.socket(socket.AF_INET6 if ":" in (peer.card.tcp or ("",))[0] else socket.AF_INET)
+            left = min(left, self._agent.options.heartbeat_s)
+        try:
+            sock.settimeout(left)
+            sock.connect(peer.card.unix if sock.family == socket.AF_UNIX else peer.card.tcp)  # type: ignore[arg-type]
+            if sock.family == socket.AF_UNIX:
+                handshake.check_uid(sock)
+            else:
+                keep_alive(sock, self._agent.options.heartbeat_s)
+                if self._tls is not None:
+                    sock = self._tls.wrap_socket(sock)
+            answer = handshake.dial(sock, self._key, self.me.card.to_json(), time.monotonic() + left)
+            if Card.from_json(answer).incarnation != peer.card.incarnation:
+                raise ConnectionRefusedError("another worker has taken its place")
+            return sock
+        except BaseException:
+            sock.close()
+            raise
+
+    def _knock(self, sock: socket.socket) -> None:
+        self._listener.on_knock(sock)
+        if not self._closed:
+            self._agent.reactor.arm(sock.fileno())
+
+    def _admit(self, sock: socket.socket, introduction: handshake.Introduction) -> None:
+        """A peer has passed the handshake: take its connection, if it is one of the group."""
+        card = Card.from_json(introduction.identity)
+        try:
+            peer = self._await_card(card)
+            with self._lock:
+                if peer.state is not PeerState.PRESENT or peer.is_arriving or self._closed:
+                    raise ProtocolError(
+                        f"worker {card.name!r} is {peer.state.value}, or is connected already"
+                    )
+                peer.is_arriving = True
+        except RpcError as exc:
+            introduction.answer({"refused": str(exc)})
+            raise
+        try:
+            introduction.answer(self.me.card.to_json())
+        except BaseException:
+            peer.is_arriving = False
+            raise
+        if sock.family != socket.AF_UNIX:
+            keep_alive(sock, self._agent.options.heartbeat_s)
+        receiver = Receiver(sock, peer.id, self._agent.options.max_frame_bytes, self.spin_s)
+        peer.receiver = receiver
+        self._agent.reactor.watch(receiver.fd, lambda: self._agent.inbox.on_readable(peer, receiver))
+        if peer.state is not PeerState.PRESENT or self._closed:
+            self._hang_up(peer)
+
+    def _await_card(self, card: Card) -> Peer:
+        """In a group of known size a peer may knock before this worker has read the cards."""
+        if self.is_open:
+            return self._learn(card)
+        deadline = time.monotonic() + handshake.TIMEOUT_S
+        while (peer := self._by_id.get(card.id)) is None and time.monotonic() < deadline and not self._closed:
+            time.sleep(0.005)
+        if peer is None or peer.card.incarnation != card.incarnation or peer.is_self:
+            raise UnknownWorker(f"{card.name!r} (rank {card.id}) is not of this group")
+        return peer
+
+    def _sender_ended(self, peer: Peer, sender: Sender) -> None:
+        """Nothing is ever read from a dialled connection: readable means ended.
+
+        Where the peer dialled too, that connection ends as well, and a goodbye may still be in it.
+        """
+        if peer.sender is sender and peer.receiver is None and not peer.is_arriving:
+            self.broken(peer, EOFError("it closed the connection"))
+
+    def broken(self, peer: Peer, error: BaseException) -> None:
+        """A connection of this peer's ended, or brought what is not a frame."""
+        if isinstance(error, ProtocolError):
+            log.error("worker %r: %r sent what is not a message: %s", self.me.name, peer.name, error)
+        if isinstance(error, EOFError):
+            self.lose(peer, f"its connection closed ({error}); its process has probably died")
+        else:
+            self.lose(peer, f"its connection broke: {error}")
+
+    # -- losing and leaving
+
+    def lose(self, peer: Peer, reason: str) -> None:
+        """This worker noticed that a peer is gone."""
+        if self._end(peer, PeerState.LOST, reason) and not peer.is_accused:
+            log.warning("worker %r lost %r: %s", self.me.name, peer.name, reason)
+            self._agent.submit(0, lambda: self._spread(peer, reason))
+
+    def left(self, peer: Peer) -> None:
+        """A peer said goodbye. On the reader's thread: what follows is a job."""
+        if self._mark(peer, PeerState.LEFT, "it has shut down and left the group"):
+            self._agent.submit(0, lambda: self._clear_up(peer))
+
+    def heard_lost(self, teller: Peer, name: str, incarnation: str, reason: str) -> None:
+        """A peer says that another is gone. It may be wrong, or lie: believe it only where there is no getting through.
+
+        With a connection of its own to that worker this one would know; without one it dials.
+        """
+        peer = self._by_name.get(name)
+        if (
+            peer is None
+            or peer.card.incarnation != incarnation
+            or peer.is_self
+            or peer.sender
+            or peer.receiver
+        ):
+            return
+        peer.is_accused = True  # what this dial finds is no news to the others
+        try:
+            self.dial(peer, self._agent.soon())
+        except RpcError:
+            log.warning(
+                "worker %r heard from %r that %r is lost: %s", self.me.name, teller.name, name, reason
+            )
+            self._watch_next(self._agent.soon())
+        finally:
+            peer.is_accused = False
+
+    def _end(self, peer: Peer, state: PeerState, reason: str) -> bool:
+        """True for the one caller that noticed first."""
+        if not self._mark(peer, state, reason):
+            return False
+        self._clear_up(peer)
+        return True
+
+    def _mark(self, peer: Peer, state: PeerState, reason: str) -> bool:
+        with self._lock:
+            if peer.state is not PeerState.PRESENT or self._leaving or peer.is_self:
+                return False
+            peer.state = state
+            peer.reason = reason
+            return True
+
+    def _clear_up(self, peer: Peer) -> None:
+        """A peer is gone: fail what waits for it, and forget what it held. Not with its read lock held."""
+        self._hang_up(peer)
+        self._agent.fail_calls(peer, lambda p: p.lost_error())
+        self._agent.rrefs.worker_gone(peer.id, peer.name)
+        if self._agent.has_extension:
+            self._agent.extension.worker_gone(peer.id)
+        self.gatherings.worker_gone()
+        with self._lock:
+            peer.is_cleared = True
+            waiting = self._gone_callbacks.pop(peer.id, [])
+        for callback in waiting:
+            callback()
+        if peer.state is PeerState.LOST:
+            for told in list(self._lost_callbacks):
+                self._agent.submit(0, lambda told=told: _tell_user(told, peer.info, peer.reason))  # type: ignore[misc]
+            if self.is_open and self._has_joined:  # a newcomer that cannot get through has no say
+                self._agent.submit(0, lambda: self._mark_gone(peer))
+
+    def _mark_gone(self, peer: Peer) -> None:
+        if self._roster is not None:
+            self._roster.mark_gone(peer.card.incarnation)
+
+    def _hang_up(self, peer: Peer) -> None:
+        sender, receiver = peer.sender, peer.receiver
+        if sender is not None:
+            self._agent.reactor.forget(sender.sock.fileno())
+            sender.close()
+        if receiver is not None and not receiver.is_closed:
+            self._agent.reactor.forget(receiver.fd)
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(receiver.sock, socket.SHUT_RDWR)  # wakes a caller that reads here
+            if receiver.read_lock.acquire(timeout=1.0):
+                receiver.close()
+                receiver.read_lock.release()
+        if peer.lender is not None:
+            peer.lender.close()
+        peer.borrower.close()
+
+    def _spread(self, lost: Peer, reason: str) -> None:
+        """See [Note: noticing]."""
+        head = (lost.name, lost.card.incarnation, reason)
+        for peer in self.peers():
+            if not peer.is_self and peer.state is PeerState.PRESENT and not self._closed:
+                try:
+                    peer.post(Kind.LOST, 0, head, deadline=time.monotonic() + 5.0)
+                except RpcError:
+                    continue
+        self._watch_next(self._agent.soon())
+
+    def _watch_next(self, deadline: float) -> None:
+        """Keep a connection to the next worker in rank that is there."""
+        peers = self.peers()
+        at = peers.index(self.me)
+        for peer in peers[at + 1 :] + peers[:at]:
+            if peer.state is PeerState.PRESENT and not self._closed:
+                try:
+                    self.dial(peer, deadline)
+                    return
+                except WorkerLost:
+                    continue
+                except RpcTimeout:
+                    return
+
+    def on_lost(self, callback: LostCallback) -> None:
+        self._lost_callbacks.append(callback)
+
+    def when_gone(self, worker_id: int, callback: Callable[[], None]) -> None:
+        """Call back when nothing more can arrive from that worker."""
+        with self._lock:
+            peer = self._by_id.get(worker_id)
+            if peer is not None and not peer.is_cleared and (peer.receiver or peer.is_arriving):
+                self._gone_callbacks.setdefault(worker_id, []).append(callback)
+                return
+        callback()
+
+    def close(self) -> None:
+        """Say goodbye to everyone and close every connection."""
+        with self._lock:
+            self._leaving = True  # from here on, nobody else's end is news
+        peers = self.peers()
+        for peer in peers:
+            if (peer.sender or peer.receiver) and peer.state is PeerState.PRESENT:
+                with contextlib.suppress(RpcError, OSError):
+                    peer.post(Kind.GOODBYE, 0, None, deadline=time.monotonic() + 1.0)
+        with self._lock:
+            self._closed = True
+        if self._roster is not None:
+            self._roster.mark_gone(self.me.card.incarnation)
+        for sock in self._listener.sockets:
+            self._agent.reactor.forget(sock.fileno())
+        self._listener.close()
+        for peer in peers:
+            self._hang_up(peer)
+            if peer.state is PeerState.PRESENT:
+                peer.state = PeerState.LEFT
+                peer.reason = f"{self.me.name!r} has shut down"
+
+    def after_fork(self) -> None:
+        """In a child process: these connections are the parent's. Close the copies, quietly."""
+        for peer in list(self._by_id.values()):
+            for end in (peer.sender, peer.receiver):
+                if end is not None:
+                    with contextlib.suppress(OSError):
+                        _detach(end.sock)
+        for sock in self._listener.sockets:
+            with contextlib.suppress(OSError):
+                sock.close()
+
+
+def _detach(sock: socket.socket) -> None:
+    os.close(sock.detach())
+
+
+def _tell_user(callback: LostCallback, info: WorkerInfo, reason: str) -> None:
+    try:
+        callback(info, reason)
+    except Exception:
+        log.exception("a callback of on_worker_lost failed for %s", info)

@@ -1,0 +1,232 @@
+"""Where peers knock: a unix socket in a private directory, and a TCP port once there is a secret."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import logging
+import os
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+from urllib.parse import urlparse
+
+from farstep.errors import RpcError
+from farstep.rpc import handshake
+from farstep.rpc.options import RpcOptions
+
+__all__ = ["Listener", "keep_alive", "local_address"]
+
+BACKLOG: Final = 512
+MAX_SWEPT: Final = 10_000
+SWEEP_AGE_S: Final = 60.0
+MAX_STRANGERS: Final = 128
+"""How many connections may be in the middle of their handshake; for one more, the oldest is hung up on."""
+
+log = logging.getLogger("farstep.rpc")
+Admit = Callable[[socket.socket, handshake.Introduction], None]
+
+
+class Listener:
+    """Accepts connections and puts each through the handshake, on a thread of its own, under a deadline."""
+
+    def __init__(self, worker: str, options: RpcOptions, key: bytes, admit: Admit) -> None:
+        self._worker = worker
+        self._key = key
+        self._admit = admit
+        self._tls = handshake.tls_context(options, listening=True)
+        self._strangers: dict[socket.socket, None] = {}  # the oldest first
+        self._lock = threading.Lock()
+        self._directory: str | None = None
+        self._claim: int | None = None
+        self._closed = False
+        self.sockets: list[socket.socket] = []
+        self.unix_path: str | None = None
+        self.tcp_address: tuple[str, int] | None = None
+        try:
+            if options.transport != "tcp":
+                self._listen_unix()
+            if options.transport == "tcp" or (options.transport == "auto" and options.shared_secret):
+                self._listen_tcp(options)
+        except BaseException:
+            self.close()
+            raise
+
+    def _listen_unix(self) -> None:
+        base = os.environ.get("XDG_RUNTIME_DIR")
+        if not base or not os.access(base, os.W_OK) or len(base) > 60:
+            base = tempfile.gettempdir() if len(tempfile.gettempdir()) <= 60 else "/tmp"
+        _sweep(base)
+        self._directory = tempfile.mkdtemp(prefix="farstep-", dir=base)  # mode 0700
+        self._claim = _lock(self._directory)
+        self.unix_path = os.path.join(self._directory, "s")
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sockets.append(sock)
+        sock.bind(self.unix_path)
+        sock.listen(BACKLOG)
+        sock.setblocking(False)
+
+    def _listen_tcp(self, options: RpcOptions) -> None:
+        host = local_address(options)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        self.sockets.append(sock)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((host, options.port))
+        except OSError as exc:
+            raise RpcError(
+                f"worker {self._worker!r} cannot listen on {host}:{options.port}: {exc}; "
+                f"set FARSTEP_HOST (or RpcOptions.host) to an address of this machine that the others can reach"
+            ) from exc
+        sock.listen(BACKLOG)
+        sock.setblocking(False)
+        address = sock.getsockname()
+        self.tcp_address = (address[0], address[1])
+
+    def on_knock(self, listening: socket.socket) -> None:
+        """A reactor thread: take everyone who is waiting at this socket."""
+        while True:
+            try:
+                sock, _ = listening.accept()
+            except (BlockingIOError, OSError):
+                return
+            with self._lock:
+                if self._closed:
+                    sock.close()
+                    return
+                if len(self._strangers) >= MAX_STRANGERS:
+                    oldest = next(iter(self._strangers))
+                    del self._strangers[oldest]
+                    with contextlib.suppress(OSError):
+                        oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+                self._strangers[sock] = None
+            thread = threading.Thread(
+                target=self._meet, args=(sock,), name=f"farstep-{self._worker}-door", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError:
+                self._forget(sock)
+                sock.close()
+
+    def _forget(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._strangers.pop(sock, None)
+
+    def _meet(self, sock: socket.socket) -> None:
+        raw = sock
+        where = "unix socket" if sock.family == socket.AF_UNIX else _name(sock)
+        try:
+            deadline = time.monotonic() + handshake.TIMEOUT_S
+            if sock.family == socket.AF_UNIX:
+                handshake.check_uid(sock)
+            else:
+                sock.settimeout(handshake.TIMEOUT_S)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                if self._tls is not None:
+                    sock = self._tls.wrap_socket(sock, server_side=True)
+            self._admit(sock, handshake.accept(sock, self._key, deadline))
+        except Exception as exc:  # a stranger may send anything
+            if not self._closed:
+                log.warning("worker %r refused a connection from %s: %s", self._worker, where, exc)
+            with contextlib.suppress(OSError):
+                sock.close()
+        finally:
+            self._forget(raw)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            strangers = list(self._strangers)
+        for sock in [*self.sockets, *strangers]:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            if sock in self.sockets:
+                sock.close()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+        if self._claim is not None:
+            os.close(self._claim)
+            self._claim = None
+
+
+def _lock(directory: str) -> int | None:
+    """Hold a directory for as long as this process lives, however it ends. None where another process holds it."""
+    fd = os.open(os.path.join(directory, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        return None
+    return fd
+
+
+def _sweep(base: str) -> None:
+    """Remove what workers that were killed have left behind: directories of ours that nobody holds any more."""
+    for entry in itertools.islice(os.scandir(base), MAX_SWEPT):
+        if not entry.name.startswith("farstep-"):
+            continue
+        with contextlib.suppress(OSError):
+            if (
+                entry.is_dir(follow_symlinks=False)
+                and entry.stat(follow_symlinks=False).st_uid == os.getuid()
+            ):
+                _remove_if_free(entry.path)
+
+
+def _remove_if_free(directory: str) -> None:
+    if time.time() - os.stat(directory).st_mtime < SWEEP_AGE_S or not os.path.exists(
+        os.path.join(directory, "lock")
+    ):
+        return  # being made at this moment, or not ours to judge
+    fd = _lock(directory)
+    if fd is not None:
+        shutil.rmtree(directory, ignore_errors=True)
+        os.close(fd)
+
+
+def _name(sock: socket.socket) -> str:
+    try:
+        return "{}:{}".format(*sock.getpeername()[:2])
+    except OSError:
+        return "a TCP peer that is gone"
+
+
+def local_address(options: RpcOptions) -> str:
+    """The address that peers can reach: as told, or that by which this host reaches the rendezvous, or its name's."""
+    told = options.host or os.environ.get("FARSTEP_HOST")
+    if told:
+        return told
+    master = None
+    if options.init_method.startswith("tcp"):
+        master = urlparse(options.init_method).hostname
+    elif options.init_method.startswith("env"):
+        master = os.environ.get("MASTER_ADDR")
+    for target in filter(None, (master, socket.gethostname())):
+        try:
+            family, _, _, _, address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
+    return "127.0.0.1"
+
+
+def keep_alive(sock: socket.socket, heartbeat_s: float) -> None:
+    """Have the kernel notice a host that vanished, within the heartbeat, however busy Python is."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    probe_s = max(1, int(heartbeat_s / 4))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(1, int(heartbeat_s / probe_s) - 1))
+    sock.setsockopt(
+        socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(max(500.0, (heartbeat_s - probe_s) * 1000))
+    )

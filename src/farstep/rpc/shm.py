@@ -1,0 +1,254 @@
+"""Large tensors between workers of one host: copied once, into memory that both have mapped.
+
+The sender's `Lender` copies a tensor into a segment (a sealed memfd) and sends its number; a new
+segment's file descriptor travels with the frame that first uses it. The receiver's `Borrower` builds the
+tensor on the mapping itself. When that tensor is gone the segment's number goes back, and the segment is
+lent again: its pages are warm, which is most of the speed. Both sides die safely: a mapping outlives its
+sender, and a receiver's loss ends its lender.
+
+[Note: finalizers do not send] A tensor can die anywhere, also in a thread that holds a connection's write
+lock. So the finalizer only puts the number on a queue; the queue rides with the next message to that peer.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import threading
+import weakref
+from collections import deque
+from typing import Any, Final
+
+import torch
+
+from farstep.errors import ProtocolError
+from farstep.rpc.tensors import Outgoing
+
+__all__ = ["Borrower", "Lender", "SharedBudget"]
+
+MAX_NEW_PER_FRAME: Final = 200
+"""A frame carries at most 253 file descriptors (Linux's SCM_MAX_FD)."""
+
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class SharedBudget:
+    """How many bytes of segments one agent may have, over all its peers."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._used_bytes = 0
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> bool:
+        with self._lock:
+            if self._used_bytes + nbytes > self._limit_bytes:
+                return False
+            self._used_bytes += nbytes
+            return True
+
+    def give(self, nbytes: int) -> None:
+        with self._lock:
+            self._used_bytes -= nbytes
+
+
+class Segment:
+    """One piece of shared memory, as its sender has it."""
+
+    __slots__ = ("bytes", "fd", "id", "size")
+
+    def __init__(self, id: int, size: int) -> None:
+        self.id = id
+        self.size = size
+        self.fd = os.memfd_create("farstep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, size)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+            memory = mmap.mmap(self.fd, size, mmap.MAP_SHARED)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
+
+    def fill(self, tensor: Outgoing) -> None:
+        count = tensor.nbytes // tensor.tensor.itemsize
+        flat = tensor.tensor.detach().as_strided((count,), (1,)).view(torch.uint8)
+        self.bytes[: tensor.nbytes].copy_(flat)
+
+    def close_fd(self) -> None:
+        """Once the message has left, the descriptor has done its work. Only the sending thread calls this."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class Lender:
+    """The segments that this worker lends to one peer. Any thread."""
+
+    def __init__(self, budget: SharedBudget) -> None:
+        self._budget = budget
+        self._lock = threading.Lock()
+        self._next_id = 1
+        self._free: dict[int, list[Segment]] = {}
+        self._lent: dict[int, Segment] = {}
+        self._dropped: list[int] = []
+        self._closed = False
+
+    def lend(self, tensor: Outgoing) -> tuple[Segment, bool] | None:
+        """A segment that holds the tensor, and whether it is new. None where the budget is used up."""
+        size = _size_class(tensor.nbytes)
+        with self._lock:
+            if self._closed:
+                return None
+            free = self._free.get(size)
+            segment = free.pop() if free else None
+            if segment is not None:
+                self._lent[segment.id] = segment
+        is_new = segment is None
+        if segment is None:
+            segment = self._make(size)
+            if segment is None:
+                return None
+        segment.fill(tensor)
+        return segment, is_new
+
+    def _make(self, size: int) -> Segment | None:
+        if not self._budget.take(size):
+            self._drop_free()
+            if not self._budget.take(size):
+                return None
+        with self._lock:
+            id, self._next_id = self._next_id, self._next_id + 1
+        try:
+            segment = Segment(id, size)
+        except OSError:  # no memory or no descriptors: the socket takes it
+            self._budget.give(size)
+            return None
+        with self._lock:
+            self._lent[id] = segment
+        return segment
+
+    def _drop_free(self) -> None:
+        with self._lock:
+            segments = [s for free in self._free.values() for s in free]
+            self._free.clear()
+            self._dropped.extend(s.id for s in segments)
+        for segment in segments:
+            self._budget.give(segment.size)
+
+    @property
+    def has_dropped(self) -> bool:
+        return bool(self._dropped)
+
+    def take_dropped(self) -> list[int]:
+        """Segments that the peer may unmap; to be told to it with the next frame."""
+        if not self._dropped:
+            return []
+        with self._lock:
+            dropped, self._dropped = self._dropped, []
+        return dropped
+
+    def put_back(self, dropped: list[int]) -> None:
+        """The message that was to tell of these did not leave."""
+        with self._lock:
+            self._dropped.extend(dropped)
+
+    def returned(self, ids: list[int]) -> None:
+        """The peer let these go, or they were never sent. Numbers that were not lent are ignored."""
+        with self._lock:
+            for id in ids:
+                segment = self._lent.pop(id, None)
+                if segment is not None:
+                    self._free.setdefault(segment.size, []).append(segment)
+
+    def discard(self, ids: list[int]) -> None:
+        """Segments whose frame never left: the peer does not know them."""
+        with self._lock:
+            segments = [s for s in (self._lent.pop(id, None) for id in ids) if s is not None]
+        for segment in segments:
+            self._budget.give(segment.size)
+
+    def close(self) -> None:
+        """The peer is gone: every segment is free memory again."""
+        with self._lock:
+            self._closed = True
+            segments = [*self._lent.values(), *(s for free in self._free.values() for s in free)]
+            self._lent.clear()
+            self._free.clear()
+        for segment in segments:
+            self._budget.give(segment.size)
+
+
+def _size_class(nbytes: int) -> int:
+    """Round up to a quarter of the power of two below, in whole pages, so that near sizes share segments."""
+    step = max(mmap.PAGESIZE, 1 << max(nbytes.bit_length() - 3, 0))
+    return -(-nbytes // step) * step
+
+
+class Borrower:
+    """The segments that one peer lends to this worker. `borrow` is called by the thread that unpacks a frame."""
+
+    def __init__(self) -> None:
+        self._maps: dict[int, mmap.mmap] = {}
+        self._watch: dict[int, weakref.ref[Any]] = {}
+        self._let_go: deque[int] = deque()
+        self._pinned: set[int] = set()
+
+    def admit(self, id: int, size: int, fd: int) -> None:
+        """Map a new segment. The descriptor is closed either way."""
+        try:
+            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK == 0 or os.fstat(fd).st_size < size:
+                raise ProtocolError("a shared-memory segment that is not sealed, or shorter than announced")
+            self._maps[id] = mmap.mmap(fd, size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except (OSError, ValueError) as exc:
+            raise ProtocolError(f"a shared-memory segment that cannot be mapped: {exc}") from exc
+        finally:
+            os.close(fd)
+
+    def borrow(self, id: int, nbytes: int) -> torch.Tensor:
+        """The first bytes of a segment as a tensor; when that is gone the segment goes back."""
+        memory = self._maps.get(id)
+        if memory is None or id in self._watch or not 0 < nbytes <= len(memory):
+            raise ProtocolError(f"shared-memory segment {id} is not one that was lent, or is lent already")
+        view = memoryview(memory)[:nbytes]
+
+        def let_go(_: Any, id: int = id) -> None:  # See [Note: finalizers do not send]
+            del self._watch[id]
+            if id not in self._pinned:
+                self._let_go.append(id)
+
+        self._watch[id] = weakref.ref(view, let_go)
+        return torch.frombuffer(view, dtype=torch.uint8)
+
+    @property
+    def has_released(self) -> bool:
+        return bool(self._let_go)
+
+    def take_released(self) -> list[int]:
+        """Numbers to give back with the next message to the lender."""
+        released: list[int] = []
+        while self._let_go:
+            try:
+                released.append(self._let_go.popleft())
+            except IndexError:  # another thread took the last one
+                break
+        return released
+
+    def put_back(self, released: list[int]) -> None:
+        """The message that was to give these back did not leave."""
+        self._let_go.extend(released)
+
+    def pin(self) -> None:
+        """Before a fork: a child shares this memory, so what is borrowed now is never given back."""
+        self._pinned.update(self._watch)
+
+    def close(self) -> None:
+        """The lender is gone. Tensors on its memory keep that memory; the rest is unmapped."""
+        self._maps.clear()
+
+    def unmap(self, ids: list[int]) -> None:
+        """The lender dropped these; they are not in use here."""
+        for id in ids:
+            if id not in self._watch:
+                self._maps.pop(id, None)

@@ -1,0 +1,88 @@
+"""What the docs say is so: every option is explained, every example that claims to run does, every link leads somewhere."""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from farstep import autograd, errors
+from farstep.rpc import RpcOptions
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("*.md"))]
+RUNNABLE = re.compile(r"^<!-- runnable -->\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+
+
+def examples():
+    for page in PAGES:
+        text = page.read_text()
+        for match in RUNNABLE.finditer(text):
+            line = text[: match.start(1)].count("\n") + 1
+            yield pytest.param(match[1], id=f"{page.relative_to(ROOT)}:{line}")
+
+
+def test_every_option_is_explained():
+    text = (ROOT / "docs" / "options.md").read_text()
+    assert [f.name for f in fields(RpcOptions) if f"`{f.name}`" not in text] == []
+
+
+def test_no_option_is_explained_that_does_not_exist():
+    rows = re.findall(r"^\| (`[^|]*`) \|", (ROOT / "docs" / "options.md").read_text(), re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert named <= {f.name for f in fields(RpcOptions)}
+
+
+def test_every_error_is_explained():
+    text = "".join((ROOT / "docs" / page).read_text() for page in ("rpc.md", "autograd.md"))
+    roots = {"FarstepError", "RpcError", "RemoteTraceback"}
+    assert [name for name in errors.__all__ if name not in roots and f"| `{name}` |" not in text] == []
+
+
+def test_every_function_of_autograd_is_explained():
+    text = (ROOT / "docs" / "autograd.md").read_text()
+    assert [name for name in autograd.__all__ if not re.search(rf"`(autograd\.)?{name}\b", text)] == []
+
+
+def test_architecture_names_every_module():
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    house = ROOT / "src" / "farstep"
+    modules = [*(house / "rpc").glob("[!_]*.py"), *(house / "autograd").glob("[!_]*.py")]
+    assert [path.name for path in modules if path.name not in text] == []
+
+
+def test_architecture_names_every_note():
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    source = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    assert [
+        note for note in set(re.findall(r"\[Note: ([^\]]+)\]", source)) if f"| {note} |" not in text
+    ] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    assert [link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", list(examples()))
+def test_example_runs(code, tmp_path):
+    script = tmp_path / "example.py"
+    script.write_text(code)
+    run(script)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
+def test_program_runs(script):
+    run(script)
+
+
+def run(script):
+    env = {**os.environ, "PYTHONWARNINGS": "error::SyntaxWarning"}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=50, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
