@@ -149,7 +149,7 @@ class Conductor:
         others = [worker for worker in participants if worker != self._me]
         context = self._link.find(settings.context_id)
         if context is not None:
-            self._pass(context, settings).end()
+            self._end(context, settings)
             others += [worker for worker in context.workers if worker not in participants]
         self._link.ask_all(others, ("abort", *self._settings_head(settings)), ABORT_PATIENCE_S)
 
@@ -173,8 +173,22 @@ class Conductor:
 
     # -- everyone ---------------------------------------------------------------------------------------
 
+    def _end(self, context: Context, settings: Settings) -> set[int]:
+        """End this worker's part of a failed pass. Returns those whom it has told of the pass."""
+        with context.lock:
+            context.failed.add(settings.id)
+            current = context.passes.pop(settings.id, None)
+        if current is None:
+            return set()
+        current.end()
+        return current.peers
+
     def _pass(self, context: Context, settings: Settings) -> Pass:
         with context.lock:
+            if settings.id in context.failed:
+                late = Pass(context, settings)
+                late.end()
+                return late
             found = context.passes.get(settings.id)
             if found is None:
                 for id in [
@@ -337,10 +351,7 @@ class Conductor:
         settings, _ = self._open(message)
         context = self._link.find(settings.context_id)
         if context is not None:
-            current = self._pass(context, settings)
-            was_known, current.peers = current.peers, set()
-            current.end()
-            for worker in was_known - {settings.root, self._me}:
+            for worker in self._end(context, settings) - {settings.root, self._me}:
                 self._post(worker, ("abort", *self._settings_head(settings)), settings)
         if message.call_id:
             self._agent.service.answer(message, None)

@@ -75,6 +75,8 @@ class Context:
     """Those that have called this worker in it, and will tell."""
     gradients: Gradients = field(default_factory=Gradients)
     passes: dict[PassId, Pass] = field(default_factory=dict)
+    failed: set[PassId] = field(default_factory=set)
+    """Passes that were ended before they were over: what still arrives for them is late."""
     reduced: dict[torch.Tensor, int] = field(default_factory=dict)
     """Parameters of modules in DistributedDataParallel that ran inside this context, numbered in their order."""
 

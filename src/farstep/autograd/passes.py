@@ -212,7 +212,13 @@ class Pass:
                 key = (edge.node, edge.output_nr)
                 self._parts[key] = add(self._parts.get(key), gradient)
         if at_leaves:
-            self._context.gradients.accumulate(at_leaves)
+            self._accumulate(at_leaves)
+
+    def _accumulate(self, found: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Gradients of leaves go to the context, unless the pass has ended: then they would be counted in the next one's."""
+        with self._lock:
+            if not self._is_ended:
+                self._context.gradients.accumulate(found)
 
     def _run_nodes(self, nodes: list[Node], step: Step) -> None:
         rules = engine.Rules(self.settings.retain_graph, self.settings.create_graph, self._context.reduced)
@@ -221,7 +227,7 @@ class Pass:
         if self._is_ended:
             return
         self._reduced += outcome.reduced
-        self._context.gradients.accumulate(outcome.leaves)
+        self._accumulate(outcome.leaves)
         for node, gradients in outcome.recvs:
             context_id, recv_id = node.where
             if context_id != self._context.id:
@@ -246,7 +252,7 @@ class Pass:
                 return
         held = sorted(self._reduced, key=lambda item: reduced[item[0].variable])
         self._reduced = []
-        self._context.gradients.accumulate(leaves.accumulate_for_real(held))
+        self._accumulate(leaves.accumulate_for_real(held))
 
     # -- the wave
 
