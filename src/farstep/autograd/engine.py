@@ -133,12 +133,13 @@ def _run_layer(layer: list[Any], ferries: list[Any], parts: Parts, rules: Rules,
 
 
 def _finish_leaf(node: Any, gradient: torch.Tensor | None, rules: Rules, outcome: Outcome) -> None:
-    if gradient is not None and node.variable in rules.reduced:
+    if gradient is None:
+        return
+    leaf = node.variable
+    if leaf in rules.reduced:
         outcome.reduced.append((node, gradient))
-    elif gradient is not None:
-        gradient = leaves.run_node_hooks(node, gradient)
-        if gradient is not None:
-            outcome.leaves.append((node.variable, gradient))
+    elif (gradient := leaves.run_node_hooks(node, gradient)) is not None:
+        outcome.leaves.append((leaf, gradient))
 
 
 def _ferry(
@@ -148,13 +149,13 @@ def _ferry(
     if all(gradient is None for gradient in gradients):
         return
     before, after = leaves.node_hooks(node)
-    for hook in before:
+    for hook in list(before.values()):
         changed = hook(tuple(gradients))
         if changed is not None:
             gradients = list(changed) if isinstance(changed, tuple) else [changed]
     with torch.set_grad_enabled(rules.create_graph):
         flowing = run_node(node, gradients)
-    for hook in after:
+    for hook in list(after.values()):
         changed = hook(tuple(flowing), tuple(gradients))
         if changed is not None:
             flowing = list(changed) if isinstance(changed, tuple) else [changed]

@@ -205,8 +205,12 @@ class Link:
             self._release_below(context, answer)
 
     def _release_below(self, context: Context, then: Callable[[], None]) -> None:
-        """Pass the word on to the workers that this one has called in the context; `then` when all have answered."""
-        _empty(context)
+        """Pass the word on to the workers that this one has called in the context; `then` when all have answered.
+
+        Nobody finds the context any more, so its graph need not be gone before the answer: a large one takes its time.
+        """
+        for current in list(context.passes.values()):
+            current.end()
         workers = context._known_worker_ids()
         left = itertools.count(len(workers), -1)
         lock = threading.Lock()
@@ -224,6 +228,7 @@ class Link:
             except RpcError:
                 one_is_done()  # it is gone, and its part of the context with it
         one_is_done()
+        _empty(context)
 
     def worker_gone(self, worker: int) -> None:
         self.conductor.worker_gone(worker)
