@@ -1,4 +1,4 @@
-"""Measure farstep's calls and gradients beside torch's, and write RESULTS.md."""
+"""Measure farstep's calls, gradients and optimizers beside torch's, and write RESULTS.md."""
 
 from __future__ import annotations
 
@@ -121,6 +121,8 @@ def fork_server() -> multiprocessing.context.ForkServerContext:
             "torch.fx.experimental.symbolic_shapes",
             "farstep.rpc",
             "farstep.autograd",
+            "farstep.optim",
+            "torch.distributed.optim",
             "bench.worker",
             "bench.peers",
         ]

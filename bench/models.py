@@ -6,8 +6,10 @@ A part is made from its kind and number alone, so that every process that asks f
 from __future__ import annotations
 
 import importlib
+import os
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +20,7 @@ MLP_LAYERS, MLP_WIDTH = 4, 256
 LAYER_WIDTH = 64
 STAGE_LAYERS, STAGE_WIDTH = 16, 64
 CHAIN_WIDTH = 64
+BIG_TENSORS = 8
 CHAIN_STEP_NODES = 5
 """A product, a sum, a tanh, and the two parameters' own nodes."""
 
@@ -36,6 +39,18 @@ class Chain(nn.Module):
         return x
 
 
+class Big(nn.Module):
+    """Many numbers and next to no graph."""
+
+    def __init__(self, numbers: int) -> None:
+        super().__init__()
+        size = numbers // BIG_TENSORS
+        self.weights = nn.ParameterList(torch.rand(size) for _ in range(BIG_TENSORS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([weight.sum() for weight in self.weights]).sum() * x
+
+
 def make(kind: str, number: int) -> nn.Module:
     if kind == "mlp":
         layers = [nn.Linear(MLP_WIDTH, MLP_WIDTH) for _ in range(MLP_LAYERS)]
@@ -51,6 +66,8 @@ def make(kind: str, number: int) -> nn.Module:
         )
     if kind == "chain":
         return Chain(number // CHAIN_STEP_NODES)
+    if kind == "big":
+        return Big(number)
     raise ValueError(f"no such part: {kind}")
 
 
@@ -76,6 +93,28 @@ def gradients(kind: str, number: int, context_id: int) -> list[torch.Tensor]:
     """What the context holds for a part's parameters, where the part is."""
     found = autograd_of(remote.used()).get_gradients(context_id)
     return [found[parameter] for parameter in part(kind, number).parameters()]
+
+
+def rrefs(kind: str, number: int) -> list[Any]:
+    """References to a part's parameters, made where the part is."""
+    return [remote.used().RRef(parameter) for parameter in part(kind, number).parameters()]
+
+
+def weights(kind: str, number: int) -> list[torch.Tensor]:
+    return [parameter.detach() for parameter in part(kind, number).parameters()]
+
+
+def forget() -> None:
+    """Let go of all parts: some are large."""
+    part.cache_clear()
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def optim_of(rpc: ModuleType) -> ModuleType:
+    return importlib.import_module(rpc.__name__.removesuffix("rpc") + "optim")
 
 
 def autograd_of(rpc: ModuleType) -> ModuleType:

@@ -71,6 +71,18 @@ def tables(rows: Sequence[Row], results: Results, facts: Facts, verdicts: dict[s
             f"Two modes of {facts.subject}'s. The target is for FAST's time divided by SMART's.",
             table(of("modes"), results, facts, verdicts),
         ]
+    if of("training"):
+        parts += [
+            "## Training",
+            "One step: open a context, forward, backward, step of a `DistributedOptimizer`, close the context.",
+            table(of("training"), results, facts, verdicts),
+        ]
+    if of("local"):
+        parts += [
+            "## A step against the same update in one process",
+            "The target is for the time in one process, with all cores, divided by that of the step.",
+            table(of("local"), results, facts, verdicts),
+        ]
     if of("growth"):
         by_key = {row.key: row for row in rows}
         kept = {

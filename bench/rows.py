@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bench import gradients, models
+from bench import gradients, models, training
 from bench.group import Group
 
 Measure = Callable[[Group], tuple[float, ...]]
@@ -59,14 +59,14 @@ def alternating(first: str, second: str, iterations: int, warmup: int) -> Measur
     return measure
 
 
-def crowded(iterations: int) -> Measure:
-    """All workers but the first call the first at once; the figure is wall time over calls answered."""
+def crowded(case: str, iterations: int) -> Measure:
+    """All workers but the first run a case with the first at once; the figure is wall time over repetitions."""
 
     def measure(group: Group) -> tuple[float, ...]:
         ranks = range(1, group.world_size)
-        group.ask_all(ranks, [("run", "empty", 10, 1, BUDGET_S)] * len(ranks))
+        group.ask_all(ranks, [("run", case, 10, 1, BUDGET_S)] * len(ranks))
         start_ns = time.perf_counter_ns() + 20_000_000
-        spans = group.ask_all(ranks, [("together", "empty", start_ns, iterations)] * len(ranks))
+        spans = group.ask_all(ranks, [("together", case, start_ns, iterations)] * len(ranks))
         seconds = (max(ended for _, ended in spans) - min(began for began, _ in spans)) / 1e9
         return (seconds / (iterations * len(ranks)),)
 
@@ -92,7 +92,7 @@ CALLS = [
     Row("nested", "calls nested four deep", driven("nested", 150, 20)),
     Row("blocked", "empty call while another call to that worker blocks", driven("blocked", 300, 50)),
     Row("idle", "CPU use of 2 idle workers", idle_cpu, idle=True),
-    Row("many", f"{CALLERS} workers call one, per call", crowded(60), world_size=CALLERS + 1),
+    Row("many", f"{CALLERS} workers call one, per call", crowded("empty", 60), world_size=CALLERS + 1),
     *(
         Row(
             f"group{size}",
@@ -163,6 +163,44 @@ GROWTH = [
     ),
 ]
 
+_LAYER = f"one layer, {models.LAYER_WIDTH} wide, on a peer"
+_BIG = f"{training.BIG_PARAMETERS // 1_000_000} million parameters on {training.BIG_OWNERS} owners, the Adam step alone"
+TRAINING = [
+    *(
+        Row(
+            f"{model}-{key}",
+            f"{title}, {name}",
+            graded(f"{model}-{key}", 60, 5),
+            target=target,
+            section="training",
+        )
+        for model, title, target in (("layer", _LAYER, 2.0), ("mlp", _MLP, 1.5))
+        for key, name in (("sgd", "SGD"), ("adam", "Adam"))
+    ),
+    Row(
+        "trainers",
+        f"{training.TRAINERS} trainers at once, one layer on one server, SGD, per step",
+        crowded("layer-sgd", 40),
+        world_size=training.TRAINERS + 1,
+        section="training",
+    ),
+    Row("big", _BIG, graded("big", 6, 2), world_size=training.BIG_OWNERS + 1, target=2.0, section="training"),
+]
+LOCAL_TARGET = 0.83
+"""At most 1.2 times as long as without any workers."""
+LOCAL = [
+    Row(
+        "big-local",
+        _BIG,
+        alternating("big-here", "big", 6, 2),
+        world_size=training.BIG_OWNERS + 1,
+        target=LOCAL_TARGET,
+        section="local",
+        alone=True,
+        columns=("in one process, fused", "farstep"),
+    ),
+]
+
 SERIES: dict[str, dict[int, str]] = {
     "graph nodes on a peer": {count: f"nodes{count}" for count in gradients.NODES},
     "calls to two peers in turn": dict(
@@ -172,5 +210,5 @@ SERIES: dict[str, dict[int, str]] = {
 }
 """What the cost is shown to grow with: the keys of rows, by how much of it they have."""
 
-ROWS = [*CALLS, *GRADIENTS, *MODES, *GROWTH]
+ROWS = [*CALLS, *GRADIENTS, *MODES, *GROWTH, *TRAINING, *LOCAL]
 SECTIONS = list(dict.fromkeys(row.section for row in ROWS))

@@ -1,7 +1,9 @@
-"""What torch's public API does not offer: running one node of the graph by itself.
+"""What torch's public API does not offer: running one node of the graph by itself, and the engine without its preparations.
 
 The engine cannot be told to run a node and stop behind it, if it may not also run what is behind: see engine.py. Everything here that
-looks inside torch is in this file: that a node can be called, and that `_input_metadata` knows the tensors it was made for.
+looks inside torch is in this file: that a node can be called, that `_input_metadata` knows the tensors it was made for, and
+where the engine is that `torch.autograd.grad` calls. The last is for speed alone: before a small graph is run, the checks in Python take
+longer than the run, and the engine makes them again. Where a torch has no such place, the public function serves.
 """
 
 from __future__ import annotations
@@ -11,10 +13,36 @@ from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
 
-__all__ = ["input_count", "run_node"]
+__all__ = ["input_count", "run_engine", "run_node"]
 
 Gradients = list[torch.Tensor | None]
+_engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
+
+
+def run_engine(
+    starts: tuple[GradientEdge, ...],
+    gradients: tuple[torch.Tensor, ...],
+    places: tuple[GradientEdge, ...],
+    *,
+    retain_graph: bool,
+    create_graph: bool,
+) -> Sequence[torch.Tensor | None]:
+    """`torch.autograd.grad(starts, places, gradients, allow_unused=True)`."""
+    if _engine is None:
+        return torch.autograd.grad(
+            starts,
+            places,
+            gradients,
+            retain_graph=retain_graph,
+            create_graph=create_graph,
+            allow_unused=True,
+        )
+    results: Sequence[torch.Tensor | None] = _engine.run_backward(
+        starts, gradients, retain_graph, create_graph, places, True, accumulate_grad=False
+    )
+    return results
 
 
 def input_count(node: Any) -> int:

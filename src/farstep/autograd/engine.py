@@ -17,11 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.fx.experimental.symbolic_shapes  # torch.autograd.grad imports it at its first call, which takes long
 from torch.autograd.graph import GradientEdge, Node
 
 from farstep.autograd import leaves
-from farstep.autograd.adapters import input_count, run_node
+from farstep.autograd.adapters import input_count, run_engine, run_node
 from farstep.autograd.gradients import add
 from farstep.autograd.segments import ACCUMULATE, ENDS, RECEIVE
 
@@ -115,13 +114,12 @@ def _run_layer(layer: list[Any], ferries: list[Any], parts: Parts, rules: Rules,
     if starts and places:
         lift = [node.variable for node in whole if node.variable in rules.reduced]
         with leaves.lifted(lift, any(node.variable._backward_hooks for node in whole)):
-            results = torch.autograd.grad(
-                [GradientEdge(node, number) for node, number in starts],
-                [GradientEdge(node, number) for node, number in places],
-                gradients,
+            results = run_engine(
+                tuple([GradientEdge(node, number) for node, number in starts]),
+                tuple(gradients),
+                tuple([GradientEdge(node, number) for node, number in places]),
                 retain_graph=rules.retain_graph or rules.create_graph,
                 create_graph=rules.create_graph,
-                allow_unused=True,
             )
         found.update(zip(places, results, strict=True))
     for node in recvs:
