@@ -180,7 +180,7 @@ TRAINING = [
     Row(
         "trainers",
         f"{training.TRAINERS} trainers at once, one layer on one server, SGD, per step",
-        crowded("layer-sgd", 40),
+        crowded("shared-sgd", 40),
         world_size=training.TRAINERS + 1,
         section="training",
     ),
