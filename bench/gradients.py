@@ -77,11 +77,11 @@ Build = Callable[[list[str]], Model]
 """A model whose parts are on these peers."""
 
 
-def mlp(peers: list[str]) -> Model:
+def mlp(peers: list[str], number: int = 0) -> Model:
     x, y = torch.rand(32, models.MLP_WIDTH), torch.rand(32, models.MLP_WIDTH)
     return Model(
-        lambda far: mse_loss(far.call(peers[0], models.forward, "mlp", 0, x), y),
-        parts=[(peers[0], "mlp", 0)],
+        lambda far: mse_loss(far.call(peers[0], models.forward, "mlp", number, x), y),
+        parts=[(peers[0], "mlp", number)],
     )
 
 

@@ -74,7 +74,8 @@ def tables(rows: Sequence[Row], results: Results, facts: Facts, verdicts: dict[s
     if of("training"):
         parts += [
             "## Training",
-            "One step: open a context, forward, backward, step of a `DistributedOptimizer`, close the context.",
+            "One step: open a context, forward, backward, step of a `DistributedOptimizer`, close the context; "
+            f"{facts.subject}'s with `step(context_id, close=True)`, which torch's has not.",
             table(of("training"), results, facts, verdicts),
         ]
     if of("local"):

@@ -1,6 +1,6 @@
 """The cases with optimizers: open a context, forward, backward, step, close the context.
 
-Both sides run the same code: torch's names, with nothing but the import changed.
+Both sides run the same code, but for one thing: torch's optimizer cannot close the context along with its step.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +18,8 @@ from bench import models
 from bench.cases import Act, Case
 from bench.gradients import Build, Far, Here, Model, There, mlp
 
+TRAINED = 1000
+"""The number of the parts that are trained: those of the other cases keep their weights."""
 TRAINERS = 4
 BIG_PARAMETERS = 50_000_000
 BIG_OWNERS = 3
@@ -28,9 +31,9 @@ def layer(peers: list[str]) -> Model:
     x = torch.rand(8, models.LAYER_WIDTH)
 
     def loss(far: Far) -> torch.Tensor:
-        return far.call(peers[0], models.forward, "layer", 0, x).square().mean()
+        return far.call(peers[0], models.forward, "layer", TRAINED, x).square().mean()
 
-    return Model(loss, parts=[(peers[0], "layer", 0)])
+    return Model(loss, parts=[(peers[0], "layer", TRAINED)])
 
 
 def steps(build: Build, optimizer: str, *, alone: bool = True) -> Case:
@@ -44,10 +47,12 @@ def steps(build: Build, optimizer: str, *, alone: bool = True) -> Case:
         rrefs = [r for part in model.parts for r in rpc.rpc_sync(part[0], models.rrefs, args=part[1:])]
         distributed = models.optim_of(rpc).DistributedOptimizer(kind, rrefs, **options)
 
+        last = {"close": True} if rpc.__name__.startswith("farstep") else {}
+
         def act() -> None:
             with context() as context_id:
                 backward(context_id, [loss(far)])
-                distributed.step(context_id)
+                distributed.step(context_id, **last)
 
         if alone:
             check(rpc, model, kind, options, act)
@@ -118,7 +123,7 @@ def big_step_here(rpc: ModuleType, me: str, peers: list[str]) -> Iterator[Act]:
 
 
 BIG_SHARE = BIG_PARAMETERS // BIG_OWNERS
-MODELS: dict[str, Build] = {"layer": layer, "mlp": mlp}
+MODELS: dict[str, Build] = {"layer": layer, "mlp": partial(mlp, number=TRAINED)}
 
 CASES: dict[str, Case] = {
     **{f"{key}-{name}": steps(build, name) for key, build in MODELS.items() for name in OPTIMIZERS},
