@@ -6,6 +6,9 @@
         │   ├── UnknownContext       a context that was never opened here, or has been released
         │   ├── BackwardError        something failed on some worker during backward
         │   └── BackwardTimeout      nothing was heard of a backward pass for too long  (also TimeoutError)
+        ├── OptimError               optimizers across workers
+        │   ├── StepError            some owners of parameters did not step
+        │   └── StateMismatch        a state that does not fit the optimizer (also ValueError)
         └── RpcError
             ├── NotInitialized       a call before init_rpc or after shutdown
             ├── UnknownWorker        no worker of that name or rank          (also ValueError)
@@ -39,6 +42,7 @@ __all__ = [
     "InitTimeout",
     "InsecureTransport",
     "NotInitialized",
+    "OptimError",
     "PayloadError",
     "ProtocolError",
     "RRefError",
@@ -47,6 +51,8 @@ __all__ = [
     "RpcError",
     "RpcTimeout",
     "ShutdownTimeout",
+    "StateMismatch",
+    "StepError",
     "UnknownContext",
     "UnknownWorker",
     "Untrusted",
@@ -94,6 +100,27 @@ class BackwardError(AutogradError):
 
 class BackwardTimeout(AutogradError, TimeoutError):
     """Nothing was heard of a backward pass for longer than its timeout. The message says who was to report."""
+
+
+class OptimError(FarstepError):
+    """Something is wrong with an optimizer across workers."""
+
+
+class StepError(OptimError):
+    """Some owners did not step. `failed` says who and why, worker name -> exception; `stepped` names those who did."""
+
+    def __init__(self, text: str, failed: dict[str, BaseException], stepped: list[str]) -> None:
+        super().__init__(text)
+        self.text = text
+        self.failed = failed
+        self.stepped = stepped
+
+    def __reduce__(self) -> tuple[type[StepError], tuple[str, dict[str, BaseException], list[str]]]:
+        return type(self), (self.text, self.failed, self.stepped)
+
+
+class StateMismatch(OptimError, ValueError):
+    """A state that is to be loaded has other names, shapes or groups than the optimizer. Nothing has been changed."""
 
 
 class RpcError(FarstepError):

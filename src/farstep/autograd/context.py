@@ -73,6 +73,8 @@ class Context:
     """Those that this worker has called in it, and will tell when it is released."""
     callers: set[int] = field(default_factory=set)
     """Those that have called this worker in it, and will tell."""
+    handed_over: set[int] = field(default_factory=set)
+    """Those that have dropped their part of it already, at this worker's request: see `Link.hand_over`."""
     gradients: Gradients = field(default_factory=Gradients)
     passes: dict[PassId, Pass] = field(default_factory=dict)
     failed: set[PassId] = field(default_factory=set)

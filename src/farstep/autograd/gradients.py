@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -43,6 +44,18 @@ class Gradients:
                     self._by_leaf[leaf] = add(old, gradient)
                     if not gradient.requires_grad:
                         self._own.add(leaf)
+
+    def change(
+        self, leaves: Iterable[torch.Tensor], function: Callable[[torch.Tensor, bool], torch.Tensor]
+    ) -> None:
+        """Put `function(gradient, mine)` in the place of each of these leaves' gradients: a new tensor, or, where it is `mine`
+        because nobody else has its memory, the same one changed."""
+        with self._lock:
+            for leaf in leaves:
+                old = self._by_leaf.get(leaf)
+                if old is not None:
+                    self._by_leaf[leaf] = function(old, leaf in self._own)
+                    self._own.add(leaf)
 
     def snapshot(self) -> dict[torch.Tensor, torch.Tensor]:
         with self._lock:

@@ -177,6 +177,26 @@ class Link:
                 error,
             )
 
+    def hand_over(self, id: int) -> set[int] | None:
+        """Drop this worker's part of a context before its end. Returns those that this worker would have told of the release, for
+        whoever asked to `take_over`; they are not told yet, as they may still be needed. None where this worker opened the context, and keeps it.
+        """
+        with self._lock:
+            if id >> COUNTER_BITS == self._agent.info.id:
+                return None
+            context = self._contexts.pop(id, None)
+        if context is None:
+            return set()
+        _empty(context)
+        return context._known_worker_ids()
+
+    def take_over(self, context: Context, told: dict[int, set[int]]) -> None:
+        """These workers have handed over, each with the workers that it would have told."""
+        with context.lock:
+            context.handed_over |= told.keys()
+            context.workers.update(*told.values())
+            context.workers -= {*context.handed_over, self._agent.info.id}
+
     def ask_all(self, workers: Iterable[int], head: Any, patience_s: float) -> list[RpcError]:
         """Tell several workers something, and wait until each has done it. Returns what went wrong with those that are there."""
         asked, errors = [], []

@@ -11,6 +11,7 @@ import torch.distributed
 import torch.distributed.autograd
 import torch.distributed.nn
 import torch.distributed.nn.api.remote_module
+import torch.distributed.optim
 import torch.distributed.rpc
 
 from farstep import autograd
@@ -20,6 +21,7 @@ from farstep.compat import (
     constants,
     functions,
     internal,
+    optimizer,
     options,
     remote_module,
     rpc,
@@ -38,6 +40,7 @@ _REPLACED: dict[str, types.ModuleType] = {
     "torch.distributed.rpc.internal": internal,
     "torch.distributed.rpc.options": options,
     "torch.distributed.nn.api.remote_module": remote_module,
+    "torch.distributed.optim.optimizer": optimizer,
 }
 
 

@@ -65,6 +65,15 @@ _OWN: Final = frozenset(
         ("farstep.autograd.picture", "_describe_here"),
     }
     | {
+        ("farstep.optim.calls", f"_{name}")
+        for name in ("create", "add_group", "remove_group", "step", "norms", "scale", "clamp")
+    }
+    | {
+        ("farstep.optim.calls", f"_{name}")
+        for name in ("state", "state_rrefs", "states_of", "prepare", "commit")
+    }
+    | {("farstep.optim.parameters", "_named_parameters")}
+    | {
         ("farstep.rpc.rref", f"_{name}")
         for name in ("call_method", "call_async_method", "rref_typeof_on_owner", "backward_here")
     }

@@ -1,0 +1,379 @@
+"""DistributedOptimizer: the caller's side. It has the groups and their options; parameters, gradients and state stay with their owners."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from farstep.autograd.link import link_of
+from farstep.errors import AutogradError, OptimError, RpcTimeout, StepError
+from farstep.optim import adapters, calls, clip, named
+from farstep.optim.groups import Group, copied, differ, options_of, parse_group, parse_groups
+from farstep.optim.local import Changes, LocalOptimizer, Spec
+from farstep.optim.owners import Outcome, ask_owners
+from farstep.optim.shadow import CONSISTENCIES
+from farstep.rpc.current import current_agent
+from farstep.rpc.membership import WorkerInfo
+from farstep.rpc.options import UNSET_RPC_TIMEOUT
+from farstep.rpc.rref import RRef
+
+__all__ = ["DistributedOptimizer"]
+
+
+@dataclass
+class Owner:
+    """A worker with some of the parameters, and what it was told last."""
+
+    info: WorkerInfo
+    rref: RRef[LocalOptimizer]
+    """Keeps the local optimizer there, and lets it go with this one."""
+    id: int
+    names: dict[int, list[str]]
+    """Group number -> its parameters there."""
+    told: dict[int, dict[str, Any]]
+    """Group number -> options as the owner has them."""
+
+
+class DistributedOptimizer(Optimizer):
+    """An optimizer over parameters behind RRefs: one `optimizer_class` on each worker that owns some, stepping there.
+
+    Args:
+        optimizer_class: any `torch.optim.Optimizer` class that the owners can import.
+        params_rref: RRefs; or (name, RRef) pairs, as `parameter_rrefs` gives; or a dict name -> RRef; or groups, dicts with "params" and
+            options of their own. Parameters without a name are called "0", "1" and so on.
+        args, kwargs: for `optimizer_class`, on each owner.
+        consistency: "relaxed": a backward pass that another trainer runs during a step goes on, and sees weights as they were or as they are.
+            "strict": it raises, as in torch.
+
+    It is a `torch.optim.Optimizer`: `param_groups` holds the RRefs and the options. Options may be changed, by hand or by
+    any scheduler, and go to the owners with the next step. `state` is empty here; see `state_dict`.
+    """
+
+    def __init__(
+        self,
+        optimizer_class: Callable[..., Optimizer],
+        params_rref: Any,
+        *args: Any,
+        consistency: str = "relaxed",
+        **kwargs: Any,
+    ) -> None:
+        if consistency not in CONSISTENCIES:
+            raise ValueError(f"consistency is one of {', '.join(CONSISTENCIES)}, not {consistency!r}")
+        groups = parse_groups(params_rref)
+        self._agent = current_agent()
+        self._make = (optimizer_class, args, kwargs)
+        self._consistency = consistency
+        self._owners: dict[WorkerInfo, Owner] = {}
+        self._placed: list[Group] | None = None
+        """The groups that the owners know. None while this is being made."""
+        defaults, options = self._create(_by_owner(enumerate(groups)))
+        super().__init__(
+            [{"params": []}], defaults
+        )  # what every optimizer has; the groups are known better here
+        self.param_groups = [_as_group(group, options[number]) for number, group in enumerate(groups)]
+        self._placed = groups
+
+    def _create(
+        self, specs: Mapping[WorkerInfo, list[Spec]]
+    ) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
+        """Make the local optimizers. Where one cannot be made the others are dropped. Returns the defaults and each group's options."""
+        args = {owner: (*self._make, each, self._consistency) for owner, each in specs.items()}
+        outcome = self._ask(calls._create, args)
+        if outcome.errors:
+            raise _named_error(outcome, "was not made")
+        defaults: dict[str, Any] = {}
+        options: dict[int, dict[str, Any]] = {}
+        for owner, (rref, id, theirs, shares) in outcome.results.items():
+            names = {number: share for number, share, _, _ in specs[owner]}
+            self._owners[owner] = Owner(owner, rref, id, names, shares)
+            defaults = theirs
+            options |= shares
+        return defaults, options
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group: "params" as in the constructor, and options. Either all owners take it, or none does."""
+        if self._placed is None:
+            return
+        number = len(self._placed)
+        group = parse_group(param_group, [name for placed in self._placed for name in placed.names])
+        self._refuse_known(group)
+        specs = _by_owner([(number, group)])
+        old = {owner: each[0] for owner, each in specs.items() if owner in self._owners}
+        new = {owner: each for owner, each in specs.items() if owner not in self._owners}
+        options = self._add(old) if old else {}
+        try:
+            options = self._create(new)[1][number] if new else options
+        except BaseException:
+            self._remove(list(old), number)
+            raise
+        self._placed.append(group)
+        self.param_groups.append(_as_group(group, options))
+
+    def _add(self, specs: Mapping[WorkerInfo, Spec]) -> dict[str, Any]:
+        outcome = self._ask(calls._add_group, {o: (self._owners[o].id, spec) for o, spec in specs.items()})
+        number = next(iter(specs.values()))[0]
+        if outcome.errors:
+            self._remove(list(outcome.results), number)
+            raise _named_error(outcome, "did not take the group")
+        options: dict[str, Any] = {}
+        for owner, options in outcome.results.items():
+            self._owners[owner].told[number] = options
+            self._owners[owner].names[number] = specs[owner][1]
+        return options
+
+    def _remove(self, owners: list[WorkerInfo], number: int) -> None:
+        self._ask(calls._remove_group, {owner: (self._owners[owner].id, number) for owner in owners})
+        for owner in owners:
+            self._owners[owner].told.pop(number, None)
+            self._owners[owner].names.pop(number, None)
+
+    def _refuse_known(self, group: Group) -> None:
+        placed = self._placed or []
+        known = {rref._id: name for each in placed for rref, name in zip(each.rrefs, each.names, strict=True)}
+        for rref, name in zip(group.rrefs, group.names, strict=True):
+            if rref._id in known:
+                raise ValueError(
+                    f"some parameters appear in more than one parameter group: {name!r} is {known[rref._id]!r}"
+                )
+
+    # -- steps --------------------------------------------------------------------------------------------
+
+    def step(  # type: ignore[override]
+        self, context_id: int, *, close: bool = False, timeout: float = UNSET_RPC_TIMEOUT
+    ) -> None:
+        """Apply the gradients of a context, on every owner at once. A parameter without a gradient is left alone.
+
+        With `close` each owner also drops its part of the context, so that its end costs no further message; nothing
+        but the end may come after that. `StepError` says which owners did not step, and which did.
+        """
+        link = link_of(self._agent)
+        context = link.get(context_id)
+        self._refuse_closed(context_id, context.handed_over - context._known_worker_ids())
+        seconds = self._agent.effective_timeout(timeout)
+        told = self._told()
+        args = {
+            info: (owner.id, context_id, close, seconds, _changes(owner.told, told[info]))
+            for info, owner in self._owners.items()
+        }
+        outcome = ask_owners(self._agent, calls._step, args, seconds)
+        for owner in outcome.results:
+            self._owners[owner].told = told[owner]
+        if close:
+            handed = {owner.id: set(below) for owner, below in outcome.results.items() if below is not None}
+            link.take_over(context, handed)
+        if outcome.errors:
+            raise _step_error(outcome)
+
+    def _refuse_closed(self, context_id: int, closed: set[int]) -> None:
+        names = [info.name for info in self._owners if info.id in closed]
+        if names:
+            raise AutogradError(
+                f"context {context_id} is closed on {', '.join(names)}: an earlier step had close=True. Give close=True only to the "
+                f"last step of a context"
+            )
+
+    def _told(self) -> dict[WorkerInfo, dict[int, dict[str, Any]]]:
+        """What each owner will have been told: copies of the options of those groups that it has a share of.
+
+        An option that has not changed keeps the copy that it has, so that a step with nothing new copies nothing.
+        """
+        placed = self._placed or []
+        if [len(group["params"]) for group in self.param_groups] != [len(group.rrefs) for group in placed]:
+            raise OptimError(_GROUPS_HELP)
+        copies: dict[tuple[int, str], Any] = {}
+        result: dict[WorkerInfo, dict[int, dict[str, Any]]] = {}
+        for info, owner in self._owners.items():
+            mine: dict[int, dict[str, Any]] = {}
+            for number, before in owner.told.items():
+                now = {}
+                for key, value in options_of(self.param_groups[number]).items():
+                    if key in before and not differ(value, before[key]):
+                        now[key] = before[key]
+                    else:
+                        if (number, key) not in copies:
+                            copies[number, key] = copied(value)
+                        now[key] = copies[number, key]
+                mine[number] = now
+            result[info] = mine
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Does nothing: gradients belong to their context, and go with it. The `.grad` of parameters is not this optimizer's."""
+
+    # -- clipping -----------------------------------------------------------------------------------------
+
+    def clip_grad_norm_(
+        self,
+        context_id: int,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        *,
+        timeout: float = UNSET_RPC_TIMEOUT,
+    ) -> torch.Tensor:
+        """Scale the context's gradients of all parameters together so that their norm is at most `max_norm`; returns the norm before.
+
+        The same number as `torch.nn.utils.clip_grad_norm_` in one process. One message to each owner, and one more if they must be scaled.
+        """
+        norm_type = float(norm_type)
+        parts = self._on_gradients(calls._norms, context_id, norm_type, timeout)
+        total = clip.total_norm(parts, norm_type)
+        if error_if_nonfinite and not total.isfinite():
+            raise RuntimeError(
+                f"The total norm of order {norm_type} of the gradients in context {context_id} is non-finite ({total.item()}), so they "
+                f"cannot be clipped. Give error_if_nonfinite=False to scale them all the same"
+            )
+        coefficient = float(max_norm) / (total + 1e-6)
+        if not coefficient >= 1.0:  # also where it is not a number
+            self._on_gradients(calls._scale, context_id, coefficient, timeout)
+        return total
+
+    def clip_grad_value_(
+        self, context_id: int, clip_value: float, *, timeout: float = UNSET_RPC_TIMEOUT
+    ) -> None:
+        """Bring every number in the context's gradients of these parameters between -`clip_value` and `clip_value`."""
+        self._on_gradients(calls._clamp, context_id, float(clip_value), timeout)
+
+    def _on_gradients(
+        self, function: Callable[..., Any], context_id: int, what: Any, timeout: float
+    ) -> list[Any]:
+        context = link_of(self._agent).get(context_id)
+        self._refuse_closed(context_id, context.handed_over - context._known_worker_ids())
+        outcome = self._ask(
+            function, {o: (owner.id, context_id, what) for o, owner in self._owners.items()}, timeout
+        )
+        if outcome.errors:
+            raise _named_error(outcome, "did not clip its gradients")
+        return list(outcome.results.values())
+
+    # -- state --------------------------------------------------------------------------------------------
+
+    def state_dict(self, *, sharded: bool = False, timeout: float = UNSET_RPC_TIMEOUT) -> dict[str, Any]:
+        """{"state": {name: {...}}, "param_groups": [{option: value, "params": [names]}]}: copies, by the parameters' names.
+
+        With `sharded` the copies stay with the owners, and the names lead to RRefs of them.
+        """
+        adapters.run_state_dict_pre_hooks(self)
+        seconds = self._agent.effective_timeout(timeout)
+        function = calls._state_rrefs if sharded else calls._state
+        args = {info: (owner.id, seconds) for info, owner in self._owners.items()}
+        outcome = self._ask(function, args, timeout)
+        if outcome.errors:
+            raise _named_error(outcome, "did not give its state")
+        states: dict[str, Any] = {}
+        for theirs in outcome.results.values():
+            states |= theirs
+        saved = named.build(self.param_groups, states)
+        return adapters.run_state_dict_post_hooks(self, saved)
+
+    def load_state_dict(
+        self, state_dict: dict[str, Any], strict: bool = True, *, timeout: float = UNSET_RPC_TIMEOUT
+    ) -> None:
+        """Load what `state_dict` gave, here or elsewhere, whichever workers had the parameters then.
+
+        `strict`: the names must be the same. Otherwise parameters that are missing keep their state, and what is not known here is left out. Everything
+        is checked on all owners before anything is changed; where something does not fit, nothing is.
+        """
+        state_dict = adapters.run_load_state_dict_pre_hooks(self, state_dict)
+        seconds = self._agent.effective_timeout(timeout)
+        plan = named.plan_load(self.param_groups, state_dict, strict)
+        args = {
+            info: (owner.id, *named.share(plan, owner.names), seconds) for info, owner in self._owners.items()
+        }
+        outcome = self._ask(calls._prepare, args, timeout)
+        if outcome.errors:
+            raise _named_error(outcome, "cannot load the state; nothing has been changed")
+        outcome = self._ask(
+            calls._commit, {o: (owner.id, seconds) for o, owner in self._owners.items()}, timeout
+        )
+        for info in outcome.results:
+            self._owners[info].told = {
+                number: copied(plan.options[number]) for number in self._owners[info].told
+            }
+        for group, options in zip(self.param_groups, plan.options, strict=True):
+            group.update(copied(options))
+        if outcome.errors:
+            raise _named_error(outcome, "may not have loaded the state, though it fits; load it again")
+        adapters.run_load_state_dict_post_hooks(self)
+
+    # -- messages -----------------------------------------------------------------------------------------
+
+    def _ask(
+        self,
+        function: Callable[..., Any],
+        args: Mapping[WorkerInfo, tuple[Any, ...]],
+        timeout: float = UNSET_RPC_TIMEOUT,
+    ) -> Outcome:
+        return ask_owners(self._agent, function, args, self._agent.effective_timeout(timeout))
+
+    def __repr__(self) -> str:
+        kind = getattr(self._make[0], "__name__", repr(self._make[0]))
+        return f"{kind} on {', '.join(info.name for info in self._owners)}: {super().__repr__()}"
+
+
+_GROUPS_HELP = (
+    "param_groups has other groups or parameters than the owners were told of. Groups are added with add_param_group, and cannot be "
+    "taken away: to leave parameters out, make a new DistributedOptimizer (load_state_dict(state, strict=False) takes the state over)"
+)
+
+
+def _by_owner(groups: Any) -> dict[WorkerInfo, list[Spec]]:
+    """Each owner's share of each group."""
+    specs: dict[WorkerInfo, list[Spec]] = {}
+    for number, group in groups:
+        shares: dict[WorkerInfo, Spec] = {}
+        for name, rref in zip(group.names, group.rrefs, strict=True):
+            spec = shares.setdefault(rref.owner(), (number, [], [], group.options))
+            spec[1].append(name)
+            spec[2].append(rref)
+        for owner, spec in shares.items():
+            specs.setdefault(owner, []).append(spec)
+    return specs
+
+
+def _as_group(group: Group, options: dict[str, Any]) -> dict[str, Any]:
+    own = {key: copied(value) for key, value in options.items()}
+    return {"params": list(group.rrefs), "param_names": group.names, **own}
+
+
+def _changes(before: dict[int, dict[str, Any]], now: dict[int, dict[str, Any]]) -> Changes | None:
+    changes: Changes = {}
+    for number, options in now.items():
+        old = before[number]
+        new = {key: value for key, value in options.items() if key not in old or old[key] is not value}
+        gone = [key for key in old if key not in options]
+        if new or gone:
+            changes[number] = new, gone
+    return changes or None
+
+
+def _named_error(outcome: Outcome, what: str) -> Exception:
+    """The first owner's own exception, with a note of who else failed, and how."""
+    error = outcome.first_error()
+    assert error is not None
+    for owner, each in outcome.errors.items():
+        error.add_note(f"worker {owner.name!r} {what}: {type(each).__name__}: {each}")
+    return error
+
+
+def _step_error(outcome: Outcome) -> StepError:
+    failed: dict[str, BaseException] = {owner.name: error for owner, error in outcome.errors.items()}
+    stepped = [owner.name for owner in outcome.results]
+    told = "; ".join(
+        f"worker {name!r}: {type(error).__name__}: {error}"
+        + (" (no answer in time: it may have stepped all the same)" if isinstance(error, RpcTimeout) else "")
+        for name, error in failed.items()
+    )
+    done = f"{', '.join(stepped)} did step" if stepped else "no owner has stepped"
+    text = (
+        f"the step failed on {len(failed)} of {len(failed) + len(stepped)} owners, and {done}. {told}. To have all owners at the same step "
+        f"again, load a state and weights that were saved before (load_state_dict); to go on without the failed ones, make a new "
+        f"DistributedOptimizer"
+    )
+    error = StepError(text, failed, stepped)
+    error.__cause__ = outcome.first_error()
+    return error

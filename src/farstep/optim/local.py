@@ -1,0 +1,235 @@
+"""The owner's side: one ordinary optimizer over those of the parameters that live here."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from farstep.autograd.link import link_of
+from farstep.errors import OptimError
+from farstep.optim import fast
+from farstep.optim.groups import options_of
+from farstep.optim.locks import held, locks_for
+from farstep.optim.shadow import follow, shadow_of
+from farstep.rpc.rref import RRef, local_value_of
+
+if TYPE_CHECKING:
+    from farstep.rpc.agent import Agent
+
+__all__ = ["Changes", "LocalOptimizer", "Spec", "find_local"]
+
+Spec = tuple[int, list[str], list[RRef[Any]], dict[str, Any]]
+"""This owner's share of a group: the group's number, names, references, and the options that the user gave."""
+Changes = dict[int, tuple[dict[str, Any], list[str]]]
+"""Group number -> options that are new or have changed, and those that are gone."""
+
+_ids = itertools.count(1)
+_all: weakref.WeakValueDictionary[int, LocalOptimizer] = weakref.WeakValueDictionary()
+"""A step names its optimizer by number: that costs nothing to send. What keeps the optimizer is the reference of whoever made it."""
+
+
+def find_local(id: int, agent: Agent) -> LocalOptimizer:
+    local = _all.get(id)
+    if local is None or local.agent is not agent:
+        raise OptimError(
+            f"worker {agent.info.name!r} has no part {id} of a DistributedOptimizer: it was dropped, or this is another process "
+            f"than the one that made it. Make a new DistributedOptimizer"
+        )
+    return local
+
+
+@dataclass
+class Member:
+    """A parameter, and what the optimizer sees of it."""
+
+    name: str
+    parameter: torch.Tensor
+    shadow: torch.Tensor
+
+
+class LocalOptimizer:
+    """Made, used and dropped by one DistributedOptimizer. Calls for it run on any thread; its locks keep them apart."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        make: Callable[..., Optimizer],
+        args: Any,
+        kwargs: Any,
+        specs: list[Spec],
+        consistency: str,
+    ) -> None:
+        self.agent = agent
+        self._consistency = consistency
+        self.numbers: list[int] = []
+        """Of each of the optimizer's groups: its number among the caller's."""
+        self.members: list[list[Member]] = []
+        _refuse_closures(make)
+        for number, names, rrefs, _ in specs:
+            self._take(number, names, rrefs)
+        given: list[Any] = [
+            {"params": [m.shadow for m in members], **options}
+            for members, (_, _, _, options) in zip(self.members, specs, strict=True)
+        ]
+        if len(given) == 1 and len(given[0]) == 1:
+            given = given[0]["params"]  # some classes take nothing else
+        self.optimizer = make(given, *args, **kwargs)
+        if not isinstance(self.optimizer, Optimizer):
+            raise TypeError(
+                f"{make!r} made a {type(self.optimizer).__name__}, and not a torch.optim.Optimizer"
+            )
+        _refuse_closures(type(self.optimizer))
+        self.pending: tuple[Optimizer, list[dict[str, bool]]] | None = None
+        """What `prepare` has loaded and `commit` will put in place."""
+        self._settle()
+        self.id = next(_ids)
+        _all[self.id] = self
+
+    @property
+    def where(self) -> str:
+        return f"{type(self.optimizer).__name__} on worker {self.agent.info.name!r}"
+
+    # -- groups -------------------------------------------------------------------------------------------
+
+    def add_group(self, spec: Spec) -> None:
+        number, names, rrefs, options = spec
+        self._take(number, names, rrefs)
+        try:
+            shadows = [m.shadow for m in self.members[-1]]
+            self.optimizer.add_param_group({"params": shadows, **options})
+        except BaseException:
+            self.numbers.pop()
+            self.members.pop()
+            raise
+        self._settle()
+
+    def remove_group(self, number: int) -> None:
+        """Undo the last `add_group`, since another owner could not do it."""
+        if self.numbers[-1] == number:
+            self.numbers.pop()
+            self.members.pop()
+            self.optimizer.param_groups.pop()
+            self._settle()
+
+    def _take(self, number: int, names: list[str], rrefs: list[RRef[Any]]) -> None:
+        known = {id(m.parameter): m.name for m in itertools.chain.from_iterable(self.members)}
+        members = []
+        for name, rref in zip(names, rrefs, strict=True):
+            parameter = self._checked(name, local_value_of(rref))
+            other = known.setdefault(id(parameter), name)
+            if other != name:
+                raise ValueError(
+                    f"{other!r} and {name!r} are the same parameter on worker {self.agent.info.name!r}: some parameters appear "
+                    f"more than once; a parameter can be given only once"
+                )
+            members.append(Member(name, parameter, shadow_of(parameter, self._consistency)))
+        self.numbers.append(number)
+        self.members.append(members)
+
+    def _checked(self, name: str, value: Any) -> torch.Tensor:
+        where = f"parameter {name!r} on worker {self.agent.info.name!r}"
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(
+                f"optimizer can only optimize Tensors, but {where} is a {torch.typename(value)}; for a module, give "
+                f"parameter_rrefs(module_rref)"
+            )
+        if not value.is_leaf:
+            raise ValueError(f"can't optimize a non-leaf Tensor: {where} was computed from others")
+        return value
+
+    def _settle(self) -> None:
+        """After a change of groups: which locks, which implementation, and how the caller will see the options."""
+        self._all_members = list(itertools.chain.from_iterable(self.members))
+        self._locks = locks_for([m.parameter for m in self._all_members])
+        self.options = {
+            number: options_of(group)
+            for number, group in zip(self.numbers, self.optimizer.param_groups, strict=True)
+        }
+        self.chosen: list[dict[str, bool]] = [{} for _ in self.members]
+        for position in range(len(self.members)):
+            self._choose(position)
+
+    def _choose(self, position: int) -> None:
+        group = self.optimizer.param_groups[position]
+        for key in self.chosen[position]:
+            group[key] = None
+        self.chosen[position] = fast.choose(self.optimizer, group)
+        group.update(self.chosen[position])
+
+    def change(self, changes: Changes) -> None:
+        for number, (new, gone) in changes.items():
+            position = self.numbers.index(number)
+            group = self.optimizer.param_groups[position]
+            for key in self.chosen[position]:
+                group[key] = None
+            self.chosen[position] = {}
+            group.update(new)
+            for key in gone:
+                group.pop(key, None)
+            self._choose(position)
+
+    # -- steps --------------------------------------------------------------------------------------------
+
+    def step(self, context_id: int, changes: Changes | None, timeout_s: float) -> None:
+        """Apply the gradients of a context. Where the context has not been, there are none."""
+        gradients = self._gradients(context_id)
+        given: list[torch.Tensor] = []
+        with self.locked("a step of", timeout_s):
+            if changes:
+                self.change(changes)
+            try:
+                for position, members in enumerate(self.members):
+                    for member in members:
+                        gradient = gradients.get(member.parameter)
+                        if gradient is not None:
+                            shadow = member.shadow
+                            if follow(shadow, member.parameter):
+                                self._choose(position)
+                            given.append(shadow)
+                            shadow.grad = fast.fitting(gradient.detach(), shadow)
+                with fast.only_what_fused_takes(self.optimizer):
+                    self.optimizer.step()
+            finally:
+                for shadow in given:
+                    shadow.grad = None
+
+    def locked(self, what: str, timeout_s: float) -> Any:
+        # A little less than the caller's own patience, so that it learns what was waited for.
+        return held(self._locks, f"{what} {self.where}", timeout_s * 0.9)
+
+    def _gradients(self, context_id: int) -> Mapping[torch.Tensor, torch.Tensor]:
+        context = link_of(self.agent).find(context_id)
+        return {} if context is None else context.gradients.snapshot()
+
+    def gradients(self, context_id: int) -> list[torch.Tensor]:
+        """Those of this optimizer's parameters, in their order."""
+        found = self._gradients(context_id)
+        return [found[m.parameter] for m in self._all_members if m.parameter in found]
+
+    def change_gradients(
+        self, context_id: int, function: Callable[[torch.Tensor, bool], torch.Tensor]
+    ) -> None:
+        """See `Gradients.change`."""
+        context = link_of(self.agent).find(context_id)
+        if context is not None:
+            with torch.no_grad():
+                context.gradients.change([m.parameter for m in self._all_members], function)
+
+
+def _refuse_closures(kind: Any) -> None:
+    """A step is one message: there is no closure that could run the forward pass again on all workers."""
+    if not isinstance(kind, type) or not issubclass(kind, Optimizer):
+        return
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(
+            f"{kind.__name__}.step needs a closure that computes the loss again, several times in one step; a DistributedOptimizer "
+            f"steps once, with the gradients of a context. Use another class, such as torch.optim.Adam"
+        )

@@ -1,0 +1,109 @@
+"""State dicts by parameter name: put together, and taken apart for owners that may be others. The caller's side of state_dict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from farstep.errors import StateMismatch
+from farstep.optim.groups import copied, differ, options_of
+
+__all__ = ["Plan", "build", "plan_load", "share"]
+
+
+@dataclass
+class Plan:
+    """What is to be loaded."""
+
+    options: list[dict[str, Any]]
+    """Of each group."""
+    states: dict[str, Any]
+    """By name; RRefs where the state is sharded."""
+    kept: set[str]
+    """Parameters that keep the state that they have."""
+
+
+def build(param_groups: Iterable[dict[str, Any]], states: dict[str, Any]) -> dict[str, Any]:
+    """The state dict, in the order of the groups."""
+    groups = [
+        {**{k: copied(v) for k, v in options_of(group).items()}, "params": list(group["param_names"])}
+        for group in param_groups
+    ]
+    order = [name for group in groups for name in group["params"]]
+    return {"state": {name: states[name] for name in order if name in states}, "param_groups": groups}
+
+
+def plan_load(param_groups: list[dict[str, Any]], state_dict: dict[str, Any], strict: bool) -> Plan:
+    """Which state and which options go where. StateMismatch where that cannot be said."""
+    saved_groups, states = _parts(state_dict)
+    home: dict[str, int] = {
+        name: number for number, group in enumerate(saved_groups) for name in group["params"]
+    }
+    names = [list(group["param_names"]) for group in param_groups]
+    ours = [name for each in names for name in each]
+    missing = [name for name in ours if name not in home]
+    unexpected = [name for name in {**home, **states} if name not in set(ours)]
+    if strict and (missing or unexpected):
+        raise StateMismatch(_mismatch(missing, unexpected))
+    return Plan(
+        [_options_for(number, group, saved_groups, home) for number, group in enumerate(param_groups)],
+        {name: state for name, state in states.items() if name in set(ours)},
+        set(missing),
+    )
+
+
+def share(
+    plan: Plan, names: dict[int, list[str]]
+) -> tuple[dict[int, dict[str, Any]], dict[str, Any], list[str]]:
+    """The part of a plan for an owner of these parameters, by group: options, states, and which are kept."""
+    options = {number: plan.options[number] for number in names}
+    own = [name for each in names.values() for name in each]
+    states = {name: plan.states[name] for name in own if name in plan.states}
+    return options, states, [name for name in own if name in plan.kept]
+
+
+def _parts(state_dict: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    try:
+        groups, states = list(state_dict["param_groups"]), dict(state_dict["state"])
+        named = all(isinstance(name, str) for group in groups for name in group["params"])
+    except (KeyError, TypeError) as exc:
+        raise StateMismatch(
+            f'this is no state dict of a DistributedOptimizer: it has "state" and "param_groups" ({type(exc).__name__}: {exc})'
+        ) from exc
+    if not named:
+        raise StateMismatch(
+            "this state dict has numbers where parameters' names are wanted; it is that of an ordinary optimizer. Put the name of each "
+            'parameter in place of its number, in "state" and in the "params" of each group'
+        )
+    return groups, states
+
+
+def _mismatch(missing: list[str], unexpected: list[str]) -> str:
+    lines = ["the state does not fit the optimizer's parameters, and nothing has been loaded."]
+    if missing:
+        lines.append(f"Missing in the state: {', '.join(missing)}.")
+    if unexpected:
+        lines.append(f"Unexpected in the state: {', '.join(unexpected)}.")
+    lines.append("load_state_dict(state, strict=False) loads what fits")
+    return " ".join(lines)
+
+
+def _options_for(
+    number: int, group: dict[str, Any], saved: list[dict[str, Any]], home: dict[str, int]
+) -> dict[str, Any]:
+    """The saved options of a group's parameters. They may have been grouped otherwise, as long as these agree."""
+    sources: dict[int, str] = {}
+    for name in group["param_names"]:
+        if name in home:
+            sources.setdefault(home[name], name)
+    found = list(sources)
+    for other in found[1:]:
+        a, b = options_of(saved[found[0]]), options_of(saved[other])
+        unlike = [key for key in {**a, **b} if key not in a or key not in b or differ(a[key], b[key])]
+        if unlike:
+            raise StateMismatch(
+                f"group {number} has {sources[found[0]]!r} and {sources[other]!r}, which were saved in groups with different "
+                f"{', '.join(unlike)}; nothing has been loaded. Put them in groups of their own, or make the options in the state agree"
+            )
+    return {**options_of(group), **(options_of(saved[found[0]]) if found else {})}

@@ -1,0 +1,82 @@
+"""One message to each owner of parameters, all at once, and this worker's own share while the others work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from farstep.autograd.link import current_id
+from farstep.rpc.current import serving
+from farstep.rpc.membership import WorkerInfo
+
+if TYPE_CHECKING:
+    import torch
+
+    from farstep.rpc.agent import Agent
+
+__all__ = ["Outcome", "ask_owners"]
+
+
+@dataclass
+class Outcome:
+    """What each owner answered, and what went wrong with the others."""
+
+    results: dict[WorkerInfo, Any] = field(default_factory=dict)
+    errors: dict[WorkerInfo, Exception] = field(default_factory=dict)
+
+    def first_error(self) -> Exception | None:
+        return next(iter(self.errors.values()), None)
+
+
+def ask_owners(
+    agent: Agent, function: Callable[..., Any], args: Mapping[WorkerInfo, tuple[Any, ...]], timeout_s: float
+) -> Outcome:
+    """Run `function(*args[owner])` on every owner, and wait until each has answered or failed."""
+    outcome = Outcome()
+    with _outside_contexts():
+        others = [owner for owner in args if owner.id != agent.info.id]
+        if len(args) == 1 and others:  # a lone call is quickest where its caller reads the answer
+            [owner] = others
+            call = partial(agent.call_sync, owner, function, args[owner], {}, timeout_s)
+            _note(outcome, owner, call, is_remote=True)
+            return outcome
+        futures: dict[WorkerInfo, torch.futures.Future[Any]] = {}
+        for owner in others:
+            try:
+                futures[owner] = agent.call_async(owner, function, args[owner], {}, timeout_s)
+            except Exception as exc:
+                outcome.errors[owner] = exc
+        for own in args.keys() - futures.keys() - outcome.errors.keys():
+            _note(outcome, own, partial(_run_here, agent, function, args[own]))
+        for owner, future in futures.items():
+            _note(outcome, owner, future.wait, is_remote=True)
+    return outcome
+
+
+def _note(outcome: Outcome, owner: WorkerInfo, run: Callable[[], Any], *, is_remote: bool = False) -> None:
+    try:
+        outcome.results[owner] = run()
+    except Exception as exc:
+        # A remote error brings its own traceback as its cause; these frames would only keep things alive.
+        outcome.errors[owner] = exc.with_traceback(None) if is_remote else exc
+
+
+def _run_here(agent: Agent, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    token = serving.set(agent)
+    try:
+        return function(*args)
+    finally:
+        serving.reset(token)
+
+
+@contextmanager
+def _outside_contexts() -> Iterator[None]:
+    """These messages are no part of a forward pass: they take no context to workers that it has not reached."""
+    token = current_id.set(None)
+    try:
+        yield
+    finally:
+        current_id.reset(token)
