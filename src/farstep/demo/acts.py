@@ -96,7 +96,9 @@ class Director:
         text = write(self._spread, self._corpus, start, LETTERS, self._plan.size.length)
         took_s = time.monotonic() - begin
         _tell(Wrote(start, text))
-        _end("write", len(text) == len(start) + LETTERS, f"{LETTERS} letters, {LETTERS / took_s:,.0f} a second")
+        _end(
+            "write", len(text) == len(start) + LETTERS, f"{LETTERS} letters, {LETTERS / took_s:,.0f} a second"
+        )
 
     def _compare(self) -> None:
         self._steps("alone", self._alone, 0, self._plan.steps)
@@ -151,7 +153,9 @@ class Director:
         states = {}
         for name in names:
             parts = tuple(part for part in PARTS if where[part] == name)
-            states[name] = WorkerState(parts, sum(self._numels[part] for part in parts), *traffic[name].wait())
+            states[name] = WorkerState(
+                parts, sum(self._numels[part] for part in parts), *traffic[name].wait()
+            )
         _tell(Workers(states))
 
 

@@ -186,7 +186,9 @@ class Display:
         table.add_column(width=27, no_wrap=True)
         table.add_column(ratio=1, overflow="fold")
         for act in self.acts.values():
-            table.add_row(self._mark(act), Text(act.title, style="" if act.began else "dim"), self._state(act))
+            table.add_row(
+                self._mark(act), Text(act.title, style="" if act.began else "dim"), self._state(act)
+            )
         return table
 
     def _mark(self, act: Act) -> RenderableType:
@@ -224,7 +226,9 @@ class Display:
         """Print the report; the exit code."""
         if self._live is not None:
             self._console.print(self._title())
-        self._console.print(Text("\nthe training" if self._live is None else ""), self._holders(self._trainers), Text())
+        self._console.print(
+            Text("\nthe training" if self._live is None else ""), self._holders(self._trainers), Text()
+        )
         self._console.print(*self._curve(PLOT_ROWS), sep="\n")
         if self._live is not None:
             self._console.print(Text(), self._programme())
@@ -234,7 +238,13 @@ class Display:
             )
             self._console.print(
                 Padding(
-                    Panel(text, title="what it writes", title_align="left", border_style="dim", width=self._width),
+                    Panel(
+                        text,
+                        title="what it writes",
+                        title_align="left",
+                        border_style="dim",
+                        width=self._width,
+                    ),
                     (1, 0),
                 )
             )

@@ -10,9 +10,7 @@ __all__ = ["draw_curves"]
 INK, BLUE, ORANGE = "#333333", "#2a78b5", "#e07b20"
 
 
-def draw_curves(
-    path: Path, spread: Sequence[float], alone: Sequence[float], rates: Sequence[float]
-) -> None:
+def draw_curves(path: Path, spread: Sequence[float], alone: Sequence[float], rates: Sequence[float]) -> None:
     """Draw the losses of both trainings and the learning rate. Raises ImportError without matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -30,7 +28,10 @@ def draw_curves(
     losses.set_ylim(bottom=0)
     losses.legend(frameon=False)
     losses.set_title(
-        "One training, twice: spread over three workers, and in one process", loc="left", color=INK, fontsize=11
+        "One training, twice: spread over three workers, and in one process",
+        loc="left",
+        color=INK,
+        fontsize=11,
     )
     schedule.plot(rates, color=INK, linewidth=1.2)
     schedule.set_ylabel("learning rate", color=INK)

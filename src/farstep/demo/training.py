@@ -57,7 +57,9 @@ class Step:
 def share_of_rate(step: int, steps: int) -> float:
     """Warm-up, then half a cosine, then the floor."""
     done = min(1.0, step / steps)
-    return min(1.0, (step + 1) / max(1.0, WARM_UP * steps)) * (FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * done)) / 2)
+    return min(1.0, (step + 1) / max(1.0, WARM_UP * steps)) * (
+        FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * done)) / 2
+    )
 
 
 def loss_of(scores: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -148,7 +150,11 @@ class Spread:
             _on_owner(
                 module,
                 _load_here,
-                {name.removeprefix(start): w for name, w in state["weights"].items() if name.startswith(start)},
+                {
+                    name.removeprefix(start): w
+                    for name, w in state["weights"].items()
+                    if name.startswith(start)
+                },
             )
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
@@ -192,7 +198,9 @@ def compare(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]
     return found
 
 
-def write(model: Callable[[torch.Tensor], torch.Tensor], corpus: Corpus, start: str, count: int, length: int) -> str:
+def write(
+    model: Callable[[torch.Tensor], torch.Tensor], corpus: Corpus, start: str, count: int, length: int
+) -> str:
     """Have the model go on with a text, letter by letter, by its own scores."""
     random = torch.Generator().manual_seed(0)
     numbers = corpus.encode(start).tolist()
