@@ -38,7 +38,7 @@ examples:
 
 For several machines use torchrun, and set FARSTEP_SECRET to the same value on each.
 """
-DEMO_STEPS = 1100  # about a minute on two cores
+DEMO_STEPS = 1200  # about a minute on two cores
 DEMO = """\
 Starts three worker processes on this machine and trains a small transformer over letters whose parts live on all
 three: one loop, with gradients that find their way back, an optimizer that steps where the parameters are, a

@@ -158,9 +158,9 @@ class Display:
             table.add_row(
                 Text(name, style=("strike dim " if gone else "bold ") + self._colour[name]),
                 Text("killed" if gone else holds, style="dim" if gone else ""),
-                "" if gone else f"{state.parameters:,}",
-                size(state.sent),
-                size(state.received),
+                f"{state.parameters:,}" if state.parts and not gone else "",
+                size(state.sent) if state.sent else "",
+                size(state.received) if state.received else "",
             )
         return table
 
@@ -176,8 +176,8 @@ class Display:
         latest = act.taken[-1].step
         recent_s = None if act.ended else RECENT_S
         return (
-            f"{latest.loss:.3f}   {act.steps_per_s(recent_s) * self._tokens_per_step:,.0f} tokens/s   "
-            f"learning rate {latest.rate:.1e}   gradient norm {latest.norm:.2f}"
+            f"{latest.loss:.3f}  {act.steps_per_s(recent_s) * self._tokens_per_step:,.0f} tokens/s  "
+            f"learning rate {latest.rate:.1e}  gradient norm {latest.norm:.2f}"
         )
 
     def _programme(self) -> Table:
@@ -251,6 +251,8 @@ class Display:
         wrong = [act.title for act in self.acts.values() if not act.is_right]
         if wrong:
             self._console.print(Text(f"wrong: {'; '.join(wrong)}", style="bold red"))
+        else:
+            self._console.print(Text("Every result was checked, and right.", style="green"))
         return 1 if wrong else 0
 
 

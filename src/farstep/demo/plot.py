@@ -41,9 +41,9 @@ def plot(
         before = y
     lines = []
     for number, row in enumerate(grid):
-        label = f"{rows[number]:.2f} ┤" if number in rows else "│"
+        label = f"{rows[number]:.2f} ┤" if shown and number in rows else "│"
         lines.append(f"{label:>{margin + 2}}{''.join(map(chr, row))}")
-    end = f"{unit} {count}"
+    end = f"{unit} {count}" if count else ""
     lines.append(f"{'':>{margin}} └{'─' * columns}")
     lines.append(f"{'':>{margin}}  0{end:>{columns - 1}}")
     return lines

@@ -36,8 +36,7 @@ class Plan:
     size: Size
     steps: int
     batch: int = 16
-    rate: float = 6e-3
-    betas: tuple[float, float] = (0.9, 0.99)
+    rate: float = 4e-3
     max_norm: float = 1.0
 
     @property
@@ -72,7 +71,7 @@ class OneProcess:
     def __init__(self, plan: Plan, corpus: Corpus) -> None:
         self._plan, self._corpus = plan, corpus
         self.model = nn.ModuleDict({part: make_part(part, plan.size) for part in PARTS})
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=plan.rate, betas=plan.betas)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=plan.rate)
         self.schedule = LambdaLR(self.optimizer, partial(share_of_rate, steps=plan.steps))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -106,9 +105,7 @@ class Spread:
             for part, module in self.parts.items()
             for named in parameter_rrefs(module.get_module_rref(), prefix=part)
         ]
-        self.optimizer = DistributedOptimizer(
-            torch.optim.AdamW, self.parameters, lr=plan.rate, betas=plan.betas
-        )
+        self.optimizer = DistributedOptimizer(torch.optim.AdamW, self.parameters, lr=plan.rate)
         self.schedule = LambdaLR(self.optimizer, partial(share_of_rate, steps=plan.steps))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
