@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -18,11 +19,11 @@ from farstep.demo.events import Began, Ended, Event, Kill, Stepped, Workers, Wor
 from farstep.demo.model import PARTS
 from farstep.demo.text import Corpus
 from farstep.demo.training import OneProcess, Plan, Spread, compare, write
-from farstep.errors import WorkerLost
+from farstep.errors import StepError, WorkerLost
 from farstep.launch.local import tell
 from farstep.rpc.current import current_agent
 
-__all__ = ["ACTS", "NAMES", "SPREAD", "STATE_FILE", "Director", "play"]
+__all__ = ["ACTS", "NAMES", "SPREAD", "STATE_FILE", "Director", "judge", "play"]
 
 NAMES: Final = ("ada", "bob", "cyd")
 SPREAD: Final = dict(zip(PARTS, NAMES, strict=True))
@@ -102,13 +103,7 @@ class Director:
 
     def _compare(self) -> None:
         self._steps("alone", self._alone, 0, self._plan.steps)
-        self._check("alone", self._spread)
-
-    def _check(self, act: str, spread: Spread) -> None:
-        found = compare(spread.weights(), self._alone.weights())
-        right = found.is_within(TOLERANCE)
-        said = f"largest difference of a weight {found.size:.1e}"
-        _end(act, right, said if right else f"{said} ({found.name}), allowed {TOLERANCE:.0e}")
+        _end("alone", *judge(self._spread.weights(), self._alone.weights()))
 
     def _lose_one(self) -> None:
         """Go on training while a worker is killed. What these steps do is thrown away with the model."""
@@ -118,8 +113,9 @@ class Director:
         while time.monotonic() < deadline:
             try:
                 self._spread.step(number)
-            except WorkerLost as exc:
-                _end("loss", exc.worker == VICTIM, f"WorkerLost names {exc.worker}")
+            except (WorkerLost, StepError) as exc:
+                lost = _lost(exc)
+                _end("loss", lost == VICTIM, f"WorkerLost names {lost}")
                 return
             number += 1
         _end("loss", False, f"no step failed within {GIVE_UP_S:g} s")
@@ -130,7 +126,7 @@ class Director:
         self._steps("resume", spread, self._plan.steps, MORE_STEPS)
         for number in range(self._plan.steps, self._plan.steps + MORE_STEPS):
             self._alone.step(number)
-        self._check("resume", spread)
+        _end("resume", *judge(spread.weights(), self._alone.weights()))
 
     def _steps(self, act: str, model: Spread | OneProcess, first: int, count: int) -> list[float]:
         _tell(Began(act, count))
@@ -157,6 +153,21 @@ class Director:
                 parts, sum(self._numels[part] for part in parts), *traffic[name].wait()
             )
         _tell(Workers(states))
+
+
+def judge(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> tuple[bool, str]:
+    """Whether two sets of weights are the same but for rounding, and a line that says so."""
+    found = compare(ours, theirs)
+    said = f"largest difference of a weight {found.size:.1e}"
+    if found.size <= TOLERANCE:
+        return True, said
+    return False, f"{said}, in {found.name}; {TOLERANCE:.0e} is allowed"
+
+
+def _lost(error: WorkerLost | StepError) -> str:
+    """The worker that the error names. A step asks all owners, and tells of each that failed."""
+    errors = error.failed.values() if isinstance(error, StepError) else [error]
+    return ", ".join(each.worker for each in errors if isinstance(each, WorkerLost)) or "none"
 
 
 def bytes_of_this_worker() -> tuple[int, int]:

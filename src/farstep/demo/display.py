@@ -224,11 +224,8 @@ class Display:
 
     def finish(self) -> int:
         """Print the report; the exit code."""
-        if self._live is not None:
-            self._console.print(self._title())
-        self._console.print(
-            Text("\nthe training" if self._live is None else ""), self._holders(self._trainers), Text()
-        )
+        self._console.print(Text() if self._live is None else self._title())
+        self._console.print(self._holders(self._trainers), Text())
         self._console.print(*self._curve(PLOT_ROWS), sep="\n")
         if self._live is not None:
             self._console.print(Text(), self._programme())

@@ -120,7 +120,7 @@ class Spread:
             loss = loss_of(self(letters), wanted)
             autograd.backward(context_id, [loss])
             norm = self.optimizer.clip_grad_norm_(context_id, self._plan.max_norm)
-            self.optimizer.step(context_id)
+            self.optimizer.step(context_id, close=True)
         self.schedule.step()
         return Step(loss.item(), float(norm), float(rate))
 
@@ -179,9 +179,6 @@ class Difference:
 
     name: str
     size: float
-
-    def is_within(self, tolerance: float) -> bool:
-        return self.size <= tolerance  # false for NaN
 
 
 def compare(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> Difference:
