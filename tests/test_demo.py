@@ -179,8 +179,8 @@ def test_without_matplotlib_it_says_how_to_get_the_png(tmp_path, monkeypatch):
 
 def test_a_line_that_falls():
     assert plot([3, 2, 1, 0], width=14, height=2) == [
-        "3.00 ┤⠉⠑⠢⢄⠀⠀⠀⠀",
-        "0.00 ┤⠀⠀⠀⠀⠑⠢⢄⣀",
+        "3.00 ┤⠉⠓⠦⣄⡀⠀⠀⠀",
+        "0.00 ┤⠀⠀⠀⠀⠉⠓⠦⣄",
         "     └────────",
         "      0 step 4",
     ]
