@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from farstep.autograd.link import link_of
@@ -196,6 +197,9 @@ class LocalOptimizer:
                             shadow.grad = fast.fitting(gradient.detach(), shadow)
                 with fast.only_what_fused_takes(self.optimizer):
                     self.optimizer.step()
+                if self._consistency == "strict":
+                    for shadow in given:
+                        increment_version(shadow)  # a fused update does not
             finally:
                 for shadow in given:
                     shadow.grad = None
