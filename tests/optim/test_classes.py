@@ -167,6 +167,35 @@ def test_a_class_that_needs_a_closure_is_refused(three):
         DistributedOptimizer(optim.LBFGS, Spread([1, 2]).rrefs)
 
 
+class Replacing(optim.SGD):
+    """Sets `.data` instead of changing it."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.data = p.data - self.param_groups[0]["lr"] * p.grad
+
+
+def test_a_class_may_replace_a_parameters_memory(three):
+    spread = Spread([0, 1])
+    train(spread, DistributedOptimizer(Replacing, spread.rrefs), optim.SGD(spread.local, lr=0.1), 3)
+    spread.assert_same()
+
+
+@pytest.mark.parametrize(
+    "kind", [optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop, optim.NAdam], ids=str
+)
+def test_a_learning_rate_that_is_a_tensor(three, kind):
+    spread = Spread([0, 1])
+    optimizer = DistributedOptimizer(kind, spread.rrefs, lr=torch.tensor(0.1))
+    ordinary = kind(spread.local, lr=torch.tensor(0.1))
+    train(spread, optimizer, ordinary, 3, schedule=exponential)
+    spread.assert_same()
+
+
 def test_a_factory_may_stand_for_a_class(three):
     spread = Spread([0, 1])
     train(spread, DistributedOptimizer(adam_of_mine, spread.rrefs), adam_of_mine(spread.local), 2)

@@ -195,6 +195,45 @@ def test_state_that_belongs_to_no_parameter_is_refused(three):
         optimizer.state_dict()
 
 
+class Tiring(optim.SGD):
+    """Changes its own options as it goes; with `by_size`, differently for each parameter."""
+
+    def __init__(self, params, lr, by_size=False):
+        super().__init__(params, lr)
+        self.by_size = by_size
+
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            group["lr"] *= 1 / group["params"][0].numel() if self.by_size else 0.5
+            group["steps"] = group.get("steps", 0) + 1
+
+
+def test_options_that_the_class_itself_changes_are_saved(three):
+    spread = Spread([0, 1, 2, 1])
+    optimizer, ordinary = (
+        DistributedOptimizer(Tiring, pairs(spread), lr=0.1),
+        Tiring(spread.local, lr=0.1),
+    )
+    train(spread, optimizer, ordinary, 2)
+    state = optimizer.state_dict()
+    assert state["param_groups"][0]["lr"] == 0.025
+    assert state["param_groups"][0]["steps"] == 2
+    fresh = DistributedOptimizer(Tiring, pairs(spread), lr=9.0)
+    fresh.load_state_dict(state)
+    train(spread, fresh, ordinary, 2)
+    spread.assert_same()
+    assert fresh.state_dict()["param_groups"][0]["steps"] == 4
+
+
+def test_options_that_differ_between_owners_cannot_be_saved(three):
+    spread = Spread([0, 1, 2, 1])
+    optimizer = DistributedOptimizer(Tiring, pairs(spread), lr=0.1, by_size=True)
+    spread.step(optimizer)
+    with pytest.raises(OptimError, match=r"changes the option 'lr' of group 0 itself.*on one worker"):
+        optimizer.state_dict()
+
+
 # -- finding parameters
 
 

@@ -166,6 +166,24 @@ def test_closing_reaches_workers_that_an_owner_has_called(three, owners):
     assert contexts_on(three) == {}
 
 
+def step_for(optimizer_of, number, context_id):
+    """On worker1, inside worker0's context."""
+    rrefs = [rpc.rpc_sync(f"worker{w}", reference_again, args=(n,)) for w, n in optimizer_of]
+    loss = rpc.rpc_sync("worker2", relay_end, args=(number, torch.ones(3, dtype=torch.float64)))
+    autograd.backward(context_id, [loss])
+    DistributedOptimizer(optim.SGD, rrefs, lr=0.1).step(context_id, close=True)
+
+
+def test_a_step_that_closes_on_a_worker_that_did_not_open_the_context(three):
+    """It keeps its own part, and so does the opener; whoever is to be told at the end is still told."""
+    spread = Spread([0, 1, 2])
+    numbers = list(enumerate(spread.numbers))
+    with autograd.context() as context_id:
+        rpc.rpc_sync("worker1", step_for, args=(numbers, spread.numbers[2], context_id))
+        assert set(contexts_on(three)) == {"worker0", "worker1"}
+    assert contexts_on(three) == {}
+
+
 def test_only_the_last_step_of_a_context_may_close_it(three):
     spread = Spread([1])
     optimizer = DistributedOptimizer(optim.SGD, spread.rrefs, lr=0.1)
