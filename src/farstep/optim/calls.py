@@ -65,12 +65,15 @@ def _clamp(id: int, context_id: int, clip_value: float) -> None:
     find_local(id, current_agent()).change_gradients(context_id, clip.clamping(clip_value))
 
 
-def _state(id: int, timeout_s: float) -> states.States:
+def _state(id: int, timeout_s: float) -> tuple[states.States, dict[int, dict[str, Any]]]:
     return states.read(find_local(id, current_agent()), timeout_s)
 
 
-def _state_rrefs(id: int, timeout_s: float) -> dict[str, RRef[states.State]]:
-    return {name: RRef(state) for name, state in _state(id, timeout_s).items()}
+def _state_rrefs(
+    id: int, timeout_s: float
+) -> tuple[dict[str, RRef[states.State]], dict[int, dict[str, Any]]]:
+    found, drift = _state(id, timeout_s)
+    return {name: RRef(state) for name, state in found.items()}, drift
 
 
 def _states_of(rrefs: list[RRef[states.State]]) -> list[states.State]:

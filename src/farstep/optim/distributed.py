@@ -156,7 +156,14 @@ class DistributedOptimizer(Optimizer):
         seconds = self._agent.effective_timeout(timeout)
         told = self._told()
         args = {
-            info: (owner.id, context_id, close, seconds, _changes(owner.told, told[info]))
+            # This worker's own part is dropped where the context ends, and it must know whom to tell then.
+            info: (
+                owner.id,
+                context_id,
+                close and info != self._agent.info,
+                seconds,
+                _changes(owner.told, told[info]),
+            )
             for info, owner in self._owners.items()
         }
         outcome = ask_owners(self._agent, calls._step, args, seconds)
@@ -265,9 +272,10 @@ class DistributedOptimizer(Optimizer):
         if outcome.errors:
             raise _named_error(outcome, "did not give its state")
         states: dict[str, Any] = {}
-        for theirs in outcome.results.values():
+        for theirs, _ in outcome.results.values():
             states |= theirs
-        saved = named.build(self.param_groups, states)
+        drift = {owner.name: theirs for owner, (_, theirs) in outcome.results.items()}
+        saved = named.build(self.param_groups, states, drift)
         return adapters.run_state_dict_post_hooks(self, saved)
 
     def load_state_dict(
