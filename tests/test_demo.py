@@ -11,14 +11,16 @@ import pytest
 import torch
 from rich.console import Console
 
+from farstep import rpc
 from farstep.demo import run_demo, show
-from farstep.demo.acts import ACTS, NAMES, TOLERANCE, judge
+from farstep.demo.acts import ACTS, NAMES, SPREAD, TOLERANCE, judge
 from farstep.demo.display import Display
 from farstep.demo.events import Began, Ended, Stepped, Workers, WorkerState, Wrote
 from farstep.demo.model import Size
 from farstep.demo.plot import plot
 from farstep.demo.text import Corpus
-from farstep.demo.training import OneProcess, Plan, Step
+from farstep.demo.training import OneProcess, Plan, Spread, Step
+from farstep.launch import run_local
 
 PNG = b"\x89PNG\r\n\x1a\n"
 COMMAND = [sys.executable, "-m", "farstep", "demo"]
@@ -91,6 +93,33 @@ def test_one_tampered_weight_is_found_and_named(by):
     right, said = judge(ours, theirs)
     assert not right
     assert "second.norm.weight" in said
+
+
+def train_and_tamper(rank, plan):
+    """On a worker: the verdict on a step of both trainings, and the verdict when a weight on cyd has been changed."""
+    if rank != 0:
+        return None
+    corpus = Corpus()
+    spread, alone = Spread(plan, corpus, SPREAD), OneProcess(plan, corpus)
+    spread.step(0)
+    alone.step(0)
+    before = judge(spread.weights(), alone.weights())
+    rpc.rpc_sync("cyd", tamper, args=(spread.parts["second"].get_module_rref(),))
+    return before, judge(spread.weights(), alone.weights())
+
+
+def tamper(module):
+    with torch.no_grad():
+        module.local_value().scores.bias[0] += 2 * TOLERANCE
+
+
+@pytest.mark.slow
+def test_a_weight_that_is_changed_on_its_worker_is_found_and_named():
+    plan = Plan(Size(letters=len(Corpus().letters)), steps=1)
+    before, after = run_local(train_and_tamper, 3, plan, names=NAMES, timeout_s=40)[0]
+    assert before[0], before
+    assert not after[0]
+    assert "second.scores.bias" in after[1]
 
 
 def test_a_missing_weight_is_found_and_named():

@@ -45,7 +45,6 @@ LETTERS: Final = 240
 TOLERANCE: Final = 1e-3
 """Largest difference of a weight that passes for rounding. The sums of the gradients' norm are added in another order here and
 there, and training lets that grow: to 1e-5 in 1200 steps on the machine where this was measured, with weights up to 1.5."""
-NOTICE_S: Final = 1.0
 GIVE_UP_S: Final = 20.0
 TELL_EVERY_S: Final = 0.2
 
@@ -80,7 +79,7 @@ class Director:
         losses = self._steps("train", self._spread, 0, self._plan.steps)
         few = max(1, len(losses) // 50)
         last = sum(losses[-few:]) / few
-        _end("train", last < losses[0], f"loss {losses[0]:.2f} at first, {last:.2f} at the end")
+        _end("train", last <= losses[0], f"loss {losses[0]:.2f} at first, {last:.2f} at the end")
 
     def _save(self) -> None:
         """Beside its place first, so that the file is whole or not there."""
