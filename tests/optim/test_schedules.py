@@ -72,6 +72,21 @@ def test_options_set_by_hand_go_along_with_the_next_step(three):
     spread.assert_same()
 
 
+def test_changes_in_place_reach_all_owners_alike(three):
+    """The worker that calls owns parameters too; what it changes in place is not seen there earlier than elsewhere."""
+    spread = Spread([0, 1])
+    given = torch.tensor(0.1)
+    optimizer = DistributedOptimizer(optim.SGD, spread.rrefs, lr=given)
+    ordinary = optim.SGD(spread.local, lr=0.1)
+    given.fill_(9.0)  # not the optimizer's any more
+    train(spread, optimizer, ordinary, 1)
+    for rate in (0.2, 0.3):
+        optimizer.param_groups[0]["lr"].fill_(rate)
+        ordinary.param_groups[0]["lr"] = rate
+        train(spread, optimizer, ordinary, 2)
+    spread.assert_same()
+
+
 def test_an_owner_that_missed_a_change_gets_it_with_its_next_step(three):
     spread = Spread([1, 2])
     optimizer = DistributedOptimizer(Moody, spread.rrefs, lr=1.0)

@@ -17,6 +17,7 @@ from farstep import autograd, rpc
 from farstep.errors import AutogradError, OptimError, RemoteTraceback, StepError, UnknownContext
 from farstep.optim import DistributedOptimizer
 from farstep.optim.local import _all as local_optimizers
+from farstep.optim.locks import held, locks_for
 
 from .spread import Spread, _tensors
 
@@ -235,7 +236,7 @@ def test_a_constructor_that_fails_leaves_nothing_behind(three):
     spread = Spread([0, 1, 2], [(3,), (2,), (4,)])
     with pytest.raises(ValueError, match="cannot be made here") as caught:
         DistributedOptimizer(Unmakeable, spread.rrefs)
-    assert "worker 'worker1' was not made" in caught.value.__notes__[0]
+    assert "worker 'worker1' could not make its part" in caught.value.__notes__[0]
     del caught
     assert eventually(lambda: gc.collect() >= 0 and len(local_optimizers) == before)
 
@@ -377,14 +378,28 @@ def test_only_steps_on_the_same_parameters_wait_for_each_other(three):
         assert Slow.began.wait(20)
         other.step(free)  # returns, though worker1 is busy with the other parameter
         for waiting in (same, both):
-            with pytest.raises(
-                StepError, match=r"has waited 0.09 s for its parameters, on which a step of Slow on worker"
-            ):
-                one.step(waiting, timeout=0.1)
+            # Either side's patience may end first.
+            with pytest.raises(StepError, match=r"has waited|RPC ran for more than"):
+                one.step(waiting, timeout=0.2)
     finally:
         Slow.go.set()
         bounded(thread.join)
     one.step(same)
+
+
+def test_a_wait_for_parameters_says_what_it_waits_for():
+    first, second = torch.ones(1), torch.ones(1)
+    own, all_of_them = locks_for([first]), locks_for([second, first])
+    assert len(all_of_them) == 2
+    with held(own, "a step of Adam on worker 'a'", 1.0):
+        with pytest.raises(
+            OptimError, match=r"B has waited 0.01 s.*a step of Adam on worker 'a' is still working"
+        ):
+            held(all_of_them, "B", 0.01).__enter__()
+        with held(all_of_them[1:], "C", 0.01):  # what was taken before the wait is free again
+            pass
+    with held(all_of_them, "B", 0.01):
+        pass
 
 
 # -- the race of a parameter server

@@ -62,7 +62,7 @@ def install() -> None:
         home = _REPLACED.get(parent) or sys.modules.get(parent)
         if (
             home is not None
-        ):  # torch.distributed.optim takes seconds to import; whoever does so later finds ours in sys.modules
+        ):  # torch.distributed.optim takes long to import; whoever does so later finds ours in sys.modules
             setattr(home, child, ours)
     # Torch's own can only learn of a failed Python call when every other call has ended; its RPC could at once.
     swap[id(torch.futures.collect_all)] = futures.collect_all

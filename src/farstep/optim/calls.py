@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from farstep.autograd.link import link_of
 from farstep.optim import clip, states
+from farstep.optim.groups import copied
 from farstep.optim.local import Changes, LocalOptimizer, Spec, find_local
 from farstep.rpc.current import current_agent
 from farstep.rpc.rref import RRef, local_value_of
@@ -30,13 +31,13 @@ def _create(
     agent = current_agent()
     agent.trust.check_callable(make)
     local = LocalOptimizer(agent, make, args, kwargs, specs, consistency)
-    return RRef(local), local.id, dict(local.optimizer.defaults), local.options
+    return RRef(local), local.id, dict(local.optimizer.defaults), copied(local.options)
 
 
 def _add_group(id: int, spec: Spec) -> dict[str, Any]:
     local = find_local(id, current_agent())
     local.add_group(spec)
-    return local.options[spec[0]]
+    return copied(local.options[spec[0]])  # type: ignore[no-any-return]
 
 
 def _remove_group(id: int, number: int) -> None:

@@ -157,7 +157,11 @@ class LocalOptimizer:
         self._locks = locks_for([m.parameter for m in self._all_members])
         for position, number in enumerate(self.numbers):
             if number not in self.options:
-                self.options[number] = copied(options_of(self.optimizer.param_groups[position]))
+                group = self.optimizer.param_groups[position]
+                self.options[number] = copied(options_of(group))
+                group.update(
+                    copied(options_of(group))
+                )  # a tensor that the caller, on this same worker, may change
                 self.chosen.append({})
                 self._choose(position)
 
@@ -175,7 +179,7 @@ class LocalOptimizer:
             for key in self.chosen[position]:
                 group[key] = None
             self.chosen[position] = {}
-            group.update(new)
+            group.update(copied(new))
             for key in gone:
                 group.pop(key, None)
                 self.options[number].pop(key, None)
