@@ -11,7 +11,7 @@ PEERS  := .venv/.installed-peers
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
 
-demo: $(DEV) ## see farstep at work
+demo: $(DEV) ## see farstep train a model over three workers, in a minute
 	$(BIN)/farstep demo
 
 test: $(DEV) ## every test
@@ -45,7 +45,7 @@ bench-peers: $(PEERS) ## the same, with gRPC and Ray as further columns
 	$(BIN)/python -m bench --peers $(ARGS)
 
 clean: ## remove .venv and everything generated
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist src/*.egg-info
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist farstep-demo src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(DEV): pyproject.toml constraints.txt

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from farstep import autograd, errors
+from farstep import autograd, errors, optim
 from farstep.rpc import RpcOptions
 
 ROOT = Path(__file__).parent.parent
@@ -38,7 +38,7 @@ def test_no_option_is_explained_that_does_not_exist():
 
 
 def test_every_error_is_explained():
-    text = "".join((ROOT / "docs" / page).read_text() for page in ("rpc.md", "autograd.md"))
+    text = "".join((ROOT / "docs" / page).read_text() for page in ("rpc.md", "autograd.md", "optim.md"))
     roots = {"FarstepError", "RpcError", "RemoteTraceback"}
     assert [name for name in errors.__all__ if name not in roots and f"| `{name}` |" not in text] == []
 
@@ -48,10 +48,16 @@ def test_every_function_of_autograd_is_explained():
     assert [name for name in autograd.__all__ if not re.search(rf"`(autograd\.)?{name}\b", text)] == []
 
 
+def test_every_method_of_the_optimizer_is_explained():
+    text = (ROOT / "docs" / "optim.md").read_text()
+    own = [name for name in vars(optim.DistributedOptimizer) if not name.startswith("_")]
+    assert [name for name in [*optim.__all__, *own] if not re.search(rf"\b{name}\b", text)] == []
+
+
 def test_architecture_names_every_module():
     text = (ROOT / "ARCHITECTURE.md").read_text()
     house = ROOT / "src" / "farstep"
-    modules = [*(house / "rpc").glob("[!_]*.py"), *(house / "autograd").glob("[!_]*.py")]
+    modules = [path for part in ("rpc", "autograd", "optim") for path in (house / part).glob("[!_]*.py")]
     assert [path.name for path in modules if path.name not in text] == []
 
 
@@ -73,12 +79,6 @@ def test_links_lead_somewhere(page):
 def test_example_runs(code, tmp_path):
     script = tmp_path / "example.py"
     script.write_text(code)
-    run(script)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
-def test_program_runs(script):
     run(script)
 
 

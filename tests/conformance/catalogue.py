@@ -19,6 +19,7 @@ SUITES = {
     "RpcTest": f"{_ROOT}/rpc/rpc_test.py",
     "DistAutogradTest": f"{_ROOT}/rpc/dist_autograd_test.py",
     "TensorPipeAgentDistAutogradTest": f"{_ROOT}/rpc/dist_autograd_test.py",
+    "DistOptimizerTest": f"{_ROOT}/rpc/dist_optimizer_test.py",
     "DdpUnderDistAutogradTest": f"{_ROOT}/ddp_under_dist_autograd_test.py",
     "DdpComparisonTest": f"{_ROOT}/ddp_under_dist_autograd_test.py",
     "RemoteModuleTest": f"{_ROOT}/nn/api/remote_module_test.py",

@@ -24,7 +24,7 @@ import torch.distributed.rpc as rpc  # noqa: E402
 from torch.testing._internal.common_utils import TestCase  # noqa: E402
 from torch.testing._internal.distributed import ddp_under_dist_autograd_test as ddp_test  # noqa: E402
 from torch.testing._internal.distributed.nn.api import remote_module_test  # noqa: E402
-from torch.testing._internal.distributed.rpc import dist_autograd_test, rpc_test  # noqa: E402
+from torch.testing._internal.distributed.rpc import dist_autograd_test, dist_optimizer_test, rpc_test  # noqa: E402
 from torch.testing._internal.distributed.rpc.examples import (  # noqa: E402
     parameter_server_test,
     reinforcement_learning_rpc_test,
@@ -65,6 +65,9 @@ class DistAutogradTest(dist_autograd_test.DistAutogradTest, Worker): ...
 
 
 class TensorPipeAgentDistAutogradTest(dist_autograd_test.TensorPipeAgentDistAutogradTest, Worker): ...
+
+
+class DistOptimizerTest(dist_optimizer_test.DistOptimizerTest, Worker): ...
 
 
 class DdpUnderDistAutogradTest(ddp_test.DdpUnderDistAutogradTest, Worker): ...

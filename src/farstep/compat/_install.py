@@ -11,7 +11,6 @@ import torch.distributed
 import torch.distributed.autograd
 import torch.distributed.nn
 import torch.distributed.nn.api.remote_module
-import torch.distributed.optim
 import torch.distributed.rpc
 
 from farstep import autograd
@@ -60,7 +59,11 @@ def install() -> None:
     for name, ours in _REPLACED.items():
         sys.modules[name] = ours
         parent, _, child = name.rpartition(".")
-        setattr(_REPLACED.get(parent) or sys.modules[parent], child, ours)
+        home = _REPLACED.get(parent) or sys.modules.get(parent)
+        if (
+            home is not None
+        ):  # torch.distributed.optim takes long to import; whoever does so later finds ours in sys.modules
+            setattr(home, child, ours)
     # Torch's own can only learn of a failed Python call when every other call has ended; its RPC could at once.
     swap[id(torch.futures.collect_all)] = futures.collect_all
     swap[id(torch.futures.wait_all)] = futures.wait_all

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from farstep.autograd.link import link_of
 from farstep.optim import clip, states
+from farstep.optim.groups import copied
 from farstep.optim.local import Changes, LocalOptimizer, Spec, find_local
 from farstep.rpc.current import current_agent
 from farstep.rpc.rref import RRef, local_value_of
@@ -30,13 +31,13 @@ def _create(
     agent = current_agent()
     agent.trust.check_callable(make)
     local = LocalOptimizer(agent, make, args, kwargs, specs, consistency)
-    return RRef(local), local.id, dict(local.optimizer.defaults), local.options
+    return RRef(local), local.id, dict(local.optimizer.defaults), copied(local.options)
 
 
 def _add_group(id: int, spec: Spec) -> dict[str, Any]:
     local = find_local(id, current_agent())
     local.add_group(spec)
-    return local.options[spec[0]]
+    return copied(local.options[spec[0]])  # type: ignore[no-any-return]
 
 
 def _remove_group(id: int, number: int) -> None:
@@ -65,12 +66,15 @@ def _clamp(id: int, context_id: int, clip_value: float) -> None:
     find_local(id, current_agent()).change_gradients(context_id, clip.clamping(clip_value))
 
 
-def _state(id: int, timeout_s: float) -> states.States:
+def _state(id: int, timeout_s: float) -> tuple[states.States, dict[int, dict[str, Any]]]:
     return states.read(find_local(id, current_agent()), timeout_s)
 
 
-def _state_rrefs(id: int, timeout_s: float) -> dict[str, RRef[states.State]]:
-    return {name: RRef(state) for name, state in _state(id, timeout_s).items()}
+def _state_rrefs(
+    id: int, timeout_s: float
+) -> tuple[dict[str, RRef[states.State]], dict[int, dict[str, Any]]]:
+    found, drift = _state(id, timeout_s)
+    return {name: RRef(state) for name, state in found.items()}, drift
 
 
 def _states_of(rrefs: list[RRef[states.State]]) -> list[states.State]:

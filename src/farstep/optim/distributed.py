@@ -10,8 +10,9 @@ import torch
 from torch.optim import Optimizer
 
 from farstep.autograd.link import link_of
-from farstep.errors import AutogradError, OptimError, RpcTimeout, StepError
+from farstep.errors import AutogradError, OptimError
 from farstep.optim import adapters, calls, clip, named
+from farstep.optim.failures import named_error, step_error
 from farstep.optim.groups import Group, copied, differ, options_of, parse_group, parse_groups
 from farstep.optim.local import Changes, LocalOptimizer, Spec
 from farstep.optim.owners import Outcome, ask_owners
@@ -71,9 +72,8 @@ class DistributedOptimizer(Optimizer):
         self._placed: list[Group] | None = None
         """The groups that the owners know. None while this is being made."""
         defaults, options = self._create(_by_owner(enumerate(groups)))
-        super().__init__(
-            [{"params": []}], defaults
-        )  # what every optimizer has; the groups are known better here
+        # What every optimizer has; the groups are known better here.
+        super().__init__([{"params": []}], defaults)
         self.param_groups = [_as_group(group, options[number]) for number, group in enumerate(groups)]
         self._placed = groups
 
@@ -84,7 +84,7 @@ class DistributedOptimizer(Optimizer):
         args = {owner: (*self._make, each, self._consistency) for owner, each in specs.items()}
         outcome = self._ask(calls._create, args)
         if outcome.errors:
-            raise _named_error(outcome, "was not made")
+            raise named_error(outcome, "could not make its part")
         defaults: dict[str, Any] = {}
         options: dict[int, dict[str, Any]] = {}
         for owner, (rref, id, theirs, shares) in outcome.results.items():
@@ -118,7 +118,7 @@ class DistributedOptimizer(Optimizer):
         number = next(iter(specs.values()))[0]
         if outcome.errors:
             self._remove(list(outcome.results), number)
-            raise _named_error(outcome, "did not take the group")
+            raise named_error(outcome, "did not take the group")
         options: dict[str, Any] = {}
         for owner, options in outcome.results.items():
             self._owners[owner].told[number] = options
@@ -156,7 +156,14 @@ class DistributedOptimizer(Optimizer):
         seconds = self._agent.effective_timeout(timeout)
         told = self._told()
         args = {
-            info: (owner.id, context_id, close, seconds, _changes(owner.told, told[info]))
+            # This worker's own part is dropped where the context ends, and it must know whom to tell then.
+            info: (
+                owner.id,
+                context_id,
+                close and info != self._agent.info,
+                seconds,
+                _changes(owner.told, told[info]),
+            )
             for info, owner in self._owners.items()
         }
         outcome = ask_owners(self._agent, calls._step, args, seconds)
@@ -166,7 +173,7 @@ class DistributedOptimizer(Optimizer):
             handed = {owner.id: set(below) for owner, below in outcome.results.items() if below is not None}
             link.take_over(context, handed)
         if outcome.errors:
-            raise _step_error(outcome)
+            raise step_error(outcome)
 
     def _refuse_closed(self, context_id: int, closed: set[int]) -> None:
         names = [info.name for info in self._owners if info.id in closed]
@@ -247,7 +254,7 @@ class DistributedOptimizer(Optimizer):
             function, {o: (owner.id, context_id, what) for o, owner in self._owners.items()}, timeout
         )
         if outcome.errors:
-            raise _named_error(outcome, "did not clip its gradients")
+            raise named_error(outcome, "did not clip its gradients")
         return list(outcome.results.values())
 
     # -- state --------------------------------------------------------------------------------------------
@@ -263,11 +270,12 @@ class DistributedOptimizer(Optimizer):
         args = {info: (owner.id, seconds) for info, owner in self._owners.items()}
         outcome = self._ask(function, args, timeout)
         if outcome.errors:
-            raise _named_error(outcome, "did not give its state")
+            raise named_error(outcome, "did not give its state")
         states: dict[str, Any] = {}
-        for theirs in outcome.results.values():
+        for theirs, _ in outcome.results.values():
             states |= theirs
-        saved = named.build(self.param_groups, states)
+        drift = {owner.name: theirs for owner, (_, theirs) in outcome.results.items()}
+        saved = named.build(self.param_groups, states, drift)
         return adapters.run_state_dict_post_hooks(self, saved)
 
     def load_state_dict(
@@ -286,7 +294,7 @@ class DistributedOptimizer(Optimizer):
         }
         outcome = self._ask(calls._prepare, args, timeout)
         if outcome.errors:
-            raise _named_error(outcome, "cannot load the state; nothing has been changed")
+            raise named_error(outcome, "cannot load the state; nothing has been changed")
         outcome = self._ask(
             calls._commit, {o: (owner.id, seconds) for o, owner in self._owners.items()}, timeout
         )
@@ -297,7 +305,7 @@ class DistributedOptimizer(Optimizer):
         for group, options in zip(self.param_groups, plan.options, strict=True):
             group.update(copied(options))
         if outcome.errors:
-            raise _named_error(outcome, "may not have loaded the state, though it fits; load it again")
+            raise named_error(outcome, "may not have loaded the state, though it fits; load it again")
         adapters.run_load_state_dict_post_hooks(self)
 
     # -- messages -----------------------------------------------------------------------------------------
@@ -349,31 +357,3 @@ def _changes(before: dict[int, dict[str, Any]], now: dict[int, dict[str, Any]]) 
         if new or gone:
             changes[number] = new, gone
     return changes or None
-
-
-def _named_error(outcome: Outcome, what: str) -> Exception:
-    """The first owner's own exception, with a note of who else failed, and how."""
-    error = outcome.first_error()
-    assert error is not None
-    for owner, each in outcome.errors.items():
-        error.add_note(f"worker {owner.name!r} {what}: {type(each).__name__}: {each}")
-    return error
-
-
-def _step_error(outcome: Outcome) -> StepError:
-    failed: dict[str, BaseException] = {owner.name: error for owner, error in outcome.errors.items()}
-    stepped = [owner.name for owner in outcome.results]
-    told = "; ".join(
-        f"worker {name!r}: {type(error).__name__}: {error}"
-        + (" (no answer in time: it may have stepped all the same)" if isinstance(error, RpcTimeout) else "")
-        for name, error in failed.items()
-    )
-    done = f"{', '.join(stepped)} did step" if stepped else "no owner has stepped"
-    text = (
-        f"the step failed on {len(failed)} of {len(failed) + len(stepped)} owners, and {done}. {told}. To have all owners at the same step "
-        f"again, load a state and weights that were saved before (load_state_dict); to go on without the failed ones, make a new "
-        f"DistributedOptimizer"
-    )
-    error = StepError(text, failed, stepped)
-    error.__cause__ = outcome.first_error()
-    return error

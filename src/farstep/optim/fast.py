@@ -56,6 +56,8 @@ def _is_dense(parameter: torch.Tensor) -> bool:
 
 def fitting(gradient: torch.Tensor, shadow: torch.Tensor) -> torch.Tensor:
     """The gradient laid out like the parameter, as `.grad` always is: fused updates go through memory, whatever the strides."""
+    if gradient.requires_grad:
+        gradient = gradient.detach()
     if gradient.layout is not torch.strided or gradient.stride() == shadow.stride():
         return gradient
     return torch.empty_like(shadow).copy_(gradient)

@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from farstep.autograd.link import link_of
 from farstep.errors import OptimError
 from farstep.optim import fast
-from farstep.optim.groups import options_of
+from farstep.optim.groups import copied, differ, options_of
 from farstep.optim.locks import held, locks_for
-from farstep.optim.shadow import follow, shadow_of
+from farstep.optim.shadow import follow, give_back, shadow_of
 from farstep.rpc.rref import RRef, local_value_of
 
 if TYPE_CHECKING:
@@ -70,6 +71,10 @@ class LocalOptimizer:
         self._consistency = consistency
         self.numbers: list[int] = []
         """Of each of the optimizer's groups: its number among the caller's."""
+        self.options: dict[int, dict[str, Any]] = {}
+        """Group number -> options as the caller has them."""
+        self.chosen: list[dict[str, bool]] = []
+        """Of each group: what this worker has set beyond that. See `fast`."""
         self.members: list[list[Member]] = []
         _refuse_closures(make)
         for number, names, rrefs, _ in specs:
@@ -86,7 +91,7 @@ class LocalOptimizer:
                 f"{make!r} made a {type(self.optimizer).__name__}, and not a torch.optim.Optimizer"
             )
         _refuse_closures(type(self.optimizer))
-        self.pending: tuple[Optimizer, list[dict[str, bool]]] | None = None
+        self.pending: tuple[Optimizer, list[dict[str, bool]], dict[int, dict[str, Any]]] | None = None
         """What `prepare` has loaded and `commit` will put in place."""
         self._settle()
         self.id = next(_ids)
@@ -116,6 +121,8 @@ class LocalOptimizer:
             self.numbers.pop()
             self.members.pop()
             self.optimizer.param_groups.pop()
+            self.chosen.pop()
+            del self.options[number]
             self._settle()
 
     def _take(self, number: int, names: list[str], rrefs: list[RRef[Any]]) -> None:
@@ -145,16 +152,18 @@ class LocalOptimizer:
         return value
 
     def _settle(self) -> None:
-        """After a change of groups: which locks, which implementation, and how the caller will see the options."""
+        """After a change of groups: which locks, and for a new group, how the caller will see its options, and which implementation."""
         self._all_members = list(itertools.chain.from_iterable(self.members))
         self._locks = locks_for([m.parameter for m in self._all_members])
-        self.options = {
-            number: options_of(group)
-            for number, group in zip(self.numbers, self.optimizer.param_groups, strict=True)
-        }
-        self.chosen: list[dict[str, bool]] = [{} for _ in self.members]
-        for position in range(len(self.members)):
-            self._choose(position)
+        for position, number in enumerate(self.numbers):
+            if number not in self.options:
+                group = self.optimizer.param_groups[position]
+                self.options[number] = copied(options_of(group))
+                group.update(
+                    copied(options_of(group))
+                )  # a tensor that the caller, on this same worker, may change
+                self.chosen.append({})
+                self._choose(position)
 
     def _choose(self, position: int) -> None:
         group = self.optimizer.param_groups[position]
@@ -170,17 +179,31 @@ class LocalOptimizer:
             for key in self.chosen[position]:
                 group[key] = None
             self.chosen[position] = {}
-            group.update(new)
+            group.update(copied(new))
             for key in gone:
                 group.pop(key, None)
+                self.options[number].pop(key, None)
+            self.options[number].update(copied(new))
             self._choose(position)
+
+    def drift(self) -> dict[int, dict[str, Any]]:
+        """The options that the class itself has changed, of each group."""
+        found: dict[int, dict[str, Any]] = {}
+        for number, group, chosen in zip(self.numbers, self.optimizer.param_groups, self.chosen, strict=True):
+            told = self.options[number]
+            found[number] = {
+                key: copied(value)
+                for key, value in options_of(group).items()
+                if key not in chosen and (key not in told or differ(value, told[key]))
+            }
+        return found
 
     # -- steps --------------------------------------------------------------------------------------------
 
     def step(self, context_id: int, changes: Changes | None, timeout_s: float) -> None:
         """Apply the gradients of a context. Where the context has not been, there are none."""
         gradients = self._gradients(context_id)
-        given: list[torch.Tensor] = []
+        given: list[Member] = []
         with self.locked("a step of", timeout_s):
             if changes:
                 self.change(changes)
@@ -189,16 +212,19 @@ class LocalOptimizer:
                     for member in members:
                         gradient = gradients.get(member.parameter)
                         if gradient is not None:
-                            shadow = member.shadow
-                            if follow(shadow, member.parameter):
+                            if follow(member.shadow, member.parameter):
                                 self._choose(position)
-                            given.append(shadow)
-                            shadow.grad = fast.fitting(gradient.detach(), shadow)
+                            given.append(member)
+                            member.shadow.grad = fast.fitting(gradient, member.shadow)
                 with fast.only_what_fused_takes(self.optimizer):
                     self.optimizer.step()
+                if self._consistency == "strict":
+                    for member in given:
+                        increment_version(member.shadow)  # a fused update does not
             finally:
-                for shadow in given:
-                    shadow.grad = None
+                for member in given:
+                    member.shadow.grad = None
+                    give_back(member.shadow, member.parameter)
 
     def locked(self, what: str, timeout_s: float) -> Any:
         # A little less than the caller's own patience, so that it learns what was waited for.

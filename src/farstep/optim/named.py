@@ -6,10 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from farstep.errors import StateMismatch
+from farstep.errors import OptimError, StateMismatch
 from farstep.optim.groups import copied, differ, options_of
 
 __all__ = ["Plan", "build", "plan_load", "share"]
+
+Drift = dict[int, dict[str, Any]]
+"""Group number -> options that the class itself has changed, on one owner. Every group that the owner has a share of is there."""
 
 
 @dataclass
@@ -24,14 +27,32 @@ class Plan:
     """Parameters that keep the state that they have."""
 
 
-def build(param_groups: Iterable[dict[str, Any]], states: dict[str, Any]) -> dict[str, Any]:
-    """The state dict, in the order of the groups."""
-    groups = [
-        {**{k: copied(v) for k, v in options_of(group).items()}, "params": list(group["param_names"])}
-        for group in param_groups
-    ]
+def build(
+    param_groups: Iterable[dict[str, Any]], states: dict[str, Any], drift: dict[str, Drift]
+) -> dict[str, Any]:
+    """The state dict, in the order of the groups. `drift` is what each owner's class has made of the options since."""
+    groups = []
+    for number, group in enumerate(param_groups):
+        options = {key: copied(value) for key, value in options_of(group).items()}
+        groups.append({**options, **_agreed(number, drift), "params": list(group["param_names"])})
     order = [name for group in groups for name in group["params"]]
     return {"state": {name: states[name] for name in order if name in states}, "param_groups": groups}
+
+
+def _agreed(number: int, drift: dict[str, Drift]) -> dict[str, Any]:
+    """What the class itself has changed in a group, if all owners have come to the same."""
+    found: dict[str, Any] = {}
+    shares = {worker: theirs[number] for worker, theirs in drift.items() if number in theirs}
+    for worker, share in shares.items():
+        for key, value in share.items():
+            for other, their in shares.items():
+                if key not in their or differ(value, their[key]):
+                    raise OptimError(
+                        f"the optimizer class changes the option {key!r} of group {number} itself, and it is not the same on {worker!r} "
+                        f"and {other!r}, so there is no one state to save. Such a class needs all parameters of a group on one worker"
+                    )
+            found[key] = value
+    return found
 
 
 def plan_load(param_groups: list[dict[str, Any]], state_dict: dict[str, Any], strict: bool) -> Plan:

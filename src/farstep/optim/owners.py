@@ -13,9 +13,8 @@ from farstep.rpc.current import serving
 from farstep.rpc.membership import WorkerInfo
 
 if TYPE_CHECKING:
-    import torch
-
     from farstep.rpc.agent import Agent
+    from farstep.rpc.calls import SyncCall
 
 __all__ = ["Outcome", "ask_owners"]
 
@@ -36,23 +35,18 @@ def ask_owners(
 ) -> Outcome:
     """Run `function(*args[owner])` on every owner, and wait until each has answered or failed."""
     outcome = Outcome()
+    begun: dict[WorkerInfo, SyncCall] = {}
     with _outside_contexts():
-        others = [owner for owner in args if owner.id != agent.info.id]
-        if len(args) == 1 and others:  # a lone call is quickest where its caller reads the answer
-            [owner] = others
-            call = partial(agent.call_sync, owner, function, args[owner], {}, timeout_s)
-            _note(outcome, owner, call, is_remote=True)
-            return outcome
-        futures: dict[WorkerInfo, torch.futures.Future[Any]] = {}
-        for owner in others:
-            try:
-                futures[owner] = agent.call_async(owner, function, args[owner], {}, timeout_s)
-            except Exception as exc:
-                outcome.errors[owner] = exc
-        for own in args.keys() - futures.keys() - outcome.errors.keys():
+        for owner, each in args.items():
+            if owner.id != agent.info.id:
+                try:
+                    begun[owner] = agent.begin_sync(owner, function, each, {}, timeout_s)
+                except Exception as exc:
+                    outcome.errors[owner] = exc
+        for own in args.keys() - begun.keys() - outcome.errors.keys():
             _note(outcome, own, partial(_run_here, agent, function, args[own]))
-        for owner, future in futures.items():
-            _note(outcome, owner, future.wait, is_remote=True)
+        for owner, call in begun.items():
+            _note(outcome, owner, partial(agent.answer_to, call), is_remote=True)
     return outcome
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["CONSISTENCIES", "follow", "shadow_of"]
+__all__ = ["CONSISTENCIES", "follow", "give_back", "shadow_of"]
 
 CONSISTENCIES = ("relaxed", "strict")
 
@@ -27,3 +27,9 @@ def follow(shadow: torch.Tensor, parameter: torch.Tensor) -> bool:
         return False
     shadow.data = parameter.data
     return True
+
+
+def give_back(shadow: torch.Tensor, parameter: torch.Tensor) -> None:
+    """A class may set the shadow's `.data` instead of writing into it: then the parameter gets it, as if it had been its own."""
+    if shadow.data_ptr() != parameter.data_ptr():
+        parameter.data = shadow.data

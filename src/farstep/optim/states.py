@@ -26,10 +26,10 @@ States = dict[str, State]
 """Of several, by name. A parameter that has never been stepped on has none."""
 
 
-def read(local: LocalOptimizer, timeout_s: float) -> States:
-    """Copies, made while nobody steps on these parameters."""
+def read(local: LocalOptimizer, timeout_s: float) -> tuple[States, dict[int, dict[str, Any]]]:
+    """Copies, made while nobody steps on these parameters; and the options that the class itself has changed, by group."""
     with local.locked("reading the state of", timeout_s):
-        return _read(local, copied)
+        return _read(local, copied), local.drift()
 
 
 def _read(local: LocalOptimizer, take: Any) -> States:
@@ -75,7 +75,7 @@ def prepare(
                     state[index] = found
         twin = _twin(local.optimizer)
         twin.load_state_dict({"state": state, "param_groups": groups})
-        local.pending = twin, chosen
+        local.pending = twin, chosen, options
 
 
 def _twin(optimizer: Optimizer) -> Optimizer:
@@ -111,6 +111,7 @@ def commit(local: LocalOptimizer, timeout_s: float) -> None:
     """Put in place what `prepare` has made."""
     with local.locked("loading a state into", timeout_s):
         if local.pending is not None:
-            twin, local.chosen = local.pending
+            twin, local.chosen, options = local.pending
             local.pending = None
             local.optimizer.__dict__.update(twin.__dict__)
+            local.options = {number: copied(each) for number, each in options.items()}

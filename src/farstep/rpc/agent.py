@@ -147,6 +147,12 @@ class Agent:
         self, to: Target, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float
     ) -> Any:
         """Run `function` on a worker and return what it returns."""
+        return self.answer_to(self.begin_sync(to, function, args, kwargs, timeout))
+
+    def begin_sync(
+        self, to: Target, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float
+    ) -> SyncCall:
+        """The first half of `call_sync`, for a thread that has something to do before it waits with `answer_to`."""
         peer = self.peer(to)
         head, packed = self._pack_call(function, args, kwargs, peer)
         call = SyncCall(
@@ -157,7 +163,7 @@ class Agent:
             self.effective_timeout(timeout),
         )
         self._send_call(call, Kind.CALL, head, packed)
-        return self._result(self._await(call))
+        return call
 
     def call_async(
         self, to: Target, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float
