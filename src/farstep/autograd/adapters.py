@@ -1,24 +1,30 @@
 """What torch's public API does not offer: running one node of the graph by itself, and the engine without its preparations.
 
 The engine cannot be told to run a node and stop behind it, if it may not also run what is behind: see engine.py. Everything here that
-looks inside torch is in this file: that a node can be called, that `_input_metadata` knows the tensors it was made for, and
-where the engine is that `torch.autograd.grad` calls. The last is for speed alone: before a small graph is run, the checks in Python take
+looks inside torch is in this file: that a node can be called, that `_input_metadata` knows the tensors it was made for,
+whether the engine is at work on this thread, and where the engine is that `torch.autograd.grad` calls. The last is for speed alone: before a small graph is run, the checks in Python take
 longer than the run, and the engine makes them again. Where a torch has no such place, the public function serves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
+from torch.utils.checkpoint import CheckpointFunction
+
+from farstep.errors import AutogradError
 
 __all__ = ["input_count", "run_engine", "run_node"]
 
 Gradients = list[torch.Tensor | None]
+NO_TASK = -1
 _engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
+_current_task: Any = getattr(torch._C, "_current_graph_task_id", lambda: NO_TASK)
 
 
 def run_engine(
@@ -52,6 +58,19 @@ def input_count(node: Any) -> int:
 
 def run_node(node: Any, gradients: Sequence[torch.Tensor | None]) -> Gradients:
     """The gradients that flow over a node's `next_functions`. The node's hooks are not run."""
+    if _current_task() == NO_TASK:
+        return _run_node(node, gradients)
+    # In a hook of another backward pass: a node called here would compute what that pass needs of it.
+    with ThreadPoolExecutor(1) as elsewhere:
+        return elsewhere.submit(_in_mode, torch.is_grad_enabled(), _run_node, node, gradients).result()
+
+
+def _in_mode(grad_enabled: bool, function: Any, *args: Any) -> Any:
+    with torch.set_grad_enabled(grad_enabled):
+        return function(*args)
+
+
+def _run_node(node: Any, gradients: Sequence[torch.Tensor | None]) -> Gradients:
     if isinstance(node, BackwardCFunction):
         flowing = _run_python(node, gradients)
     else:
@@ -64,7 +83,12 @@ def run_node(node: Any, gradients: Sequence[torch.Tensor | None]) -> Gradients:
 
 def _run_python(node: Any, gradients: Sequence[torch.Tensor | None]) -> Gradients:
     """A user's autograd.Function: it gives one gradient for each argument of its forward, tensor or not."""
-    if getattr(node, "materialize_grads", True):
+    function = type(node)._forward_cls
+    if function is CheckpointFunction:
+        raise AutogradError(
+            "torch.utils.checkpoint(use_reentrant=True) puts gradients into .grad, and a context has its own: use use_reentrant=False"
+        )
+    if not _takes_none(function):
         gradients = [
             _zeros(node._input_metadata[i]) if gradient is None else gradient
             for i, gradient in enumerate(gradients)
@@ -73,6 +97,14 @@ def _run_python(node: Any, gradients: Sequence[torch.Tensor | None]) -> Gradient
     results += [None] * (len(node.needs_input_grad) - len(results))
     wanted = iter(r for r, is_wanted in zip(results, node.needs_input_grad, strict=False) if is_wanted)
     return [None if below is None else next(wanted) for below, _ in node.next_functions]
+
+
+def _takes_none(function: Any) -> bool:
+    """Whether its `backward` is to be given None for outputs without a gradient. Torch keeps that to itself; but who asks for it names it."""
+    return any(
+        "set_materialize_grads" in getattr(getattr(part, "__code__", None), "co_names", ())
+        for part in (function.forward, function.setup_context)
+    )
 
 
 def _zeros(metadata: Any) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -11,8 +12,7 @@ import torch
 from farstep.autograd.context import Context
 from farstep.autograd.gradients import add
 from farstep.autograd.link import Link, current_id, link_of
-from farstep.autograd.passes import Settings
-from farstep.errors import AutogradError
+from farstep.errors import AutogradError, FarstepError
 from farstep.rpc.current import current_agent
 from farstep.rpc.options import UNSET_RPC_TIMEOUT
 from farstep.rpc.reactor import current_depth
@@ -115,10 +115,15 @@ def populate_grad(context_id: int) -> None:
         todo = set().union(*(future.wait() for future in futures))
 
 
+_populating = threading.Lock()
+"""Several trainers may populate the same parameters at once."""
+
+
 def _populate_here(context_id: int) -> set[int]:
     context = _link().get(context_id)
-    for leaf, gradient in context.gradients.snapshot().items():
-        leaf.grad = gradient.detach().clone() if leaf.grad is None else add(leaf.grad, gradient.detach())
+    with _populating:
+        for leaf, gradient in context.gradients.snapshot().items():
+            leaf.grad = gradient.detach().clone() if leaf.grad is None else add(leaf.grad, gradient.detach())
     return context._known_worker_ids()
 
 
@@ -132,13 +137,13 @@ def _run(
     timeout_s: float,
 ) -> None:
     found = _check(link, context_id, roots, mode)
-    settings = Settings(link.conductor.new_id(), context_id, retain_graph, create_graph, mode)
-    tracker = link.conductor.start(found, roots, settings)
+    tracker = link.conductor.begin(context_id, bool(retain_graph), bool(create_graph), mode)
     try:
-        link.conductor.wait(tracker, timeout_s)
+        link.conductor.start(tracker, found, roots)
+        link.conductor.wait(tracker, min(timeout_s, threading.TIMEOUT_MAX))
     except BaseException:  # Ctrl-C, on the main thread
         tracker.fail(AutogradError("backward was interrupted"))
-        with contextlib.suppress(AutogradError):
+        with contextlib.suppress(FarstepError):
             link.conductor.finish(tracker)
         raise
     link.conductor.finish(tracker)

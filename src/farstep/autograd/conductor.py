@@ -16,6 +16,7 @@ n replies. What happens when gradient waits somewhere at the end is told in trac
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ from farstep.autograd.tracker import Command, Report, Tracker
 from farstep.errors import (
     AutogradError,
     BackwardError,
+    ProtocolError,
     RemoteTraceback,
     RpcError,
     UnknownContext,
@@ -61,6 +63,7 @@ class Conductor:
         self._link = link
         self._me = agent.info.id
         self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
         self._trackers: dict[PassId, Tracker] = {}
         self._looking = Looking(MAX_WAITS_WITHOUT)
         self._handlers = {
@@ -75,7 +78,7 @@ class Conductor:
         if message.head[0] != "report":
             return partial(self._handlers[message.head[0]], message)
         settings, (report, failure) = self._open(message)
-        commands = self._hear(settings, Report(*report), failure)
+        commands = self._hear(settings, _report_of(message, report), failure)
         return partial(self._command, settings, commands) if commands else None
 
     @property
@@ -86,17 +89,23 @@ class Conductor:
 
     # -- the root ---------------------------------------------------------------------------------------
 
-    def start(self, context: Context, roots: Sequence[torch.Tensor], settings: Settings) -> Tracker:
-        """Begin a pass with this worker as its root. The roots' part of the local graph runs on this thread."""
-        tracker = Tracker(settings, self._me, self._name_of)
-        self._trackers[settings.id] = tracker
+    def begin(self, context_id: int, retain_graph: bool, create_graph: bool, mode: str) -> Tracker:
+        """A pass with this worker as its root. `start` it, `wait` for it and `finish` it."""
+        with self._lock:
+            number = next(self._numbers)
+            under_way = [t.settings.id[1] for t in self._trackers.values() if t.settings.context_id == context_id]
+            settings = Settings(
+                (self._me, number), context_id, retain_graph, create_graph, mode, min(under_way, default=number)
+            )
+            tracker = self._trackers[settings.id] = Tracker(settings, self._me, self._name_of)
+            return tracker
+
+    def start(self, tracker: Tracker, context: Context, roots: Sequence[torch.Tensor]) -> None:
+        """Run the roots' part of the local graph, on this thread."""
+        settings = tracker.settings
         edges = [GradientEdge(root.grad_fn, root.output_nr) for root in roots]  # type: ignore[arg-type]
         fire = Fire(ROOTS, edges, [torch.ones_like(root) for root in roots])
         self._fire(self._pass(context, settings), [fire])
-        return tracker
-
-    def new_id(self) -> PassId:
-        return self._me, next(self._numbers)
 
     def wait(self, tracker: Tracker, timeout_s: float) -> None:
         """Wait until a pass of this worker's is over.
@@ -156,12 +165,10 @@ class Conductor:
     def worker_gone(self, worker: int) -> None:
         for tracker in list(self._trackers.values()):
             if tracker.concerns(worker):
-                tracker.fail(
-                    WorkerLost(
-                        self._name_of(worker),
-                        f"it took part in backward of context {tracker.settings.context_id}",
-                    )
-                )
+                tracker.fail(self._loss_of(worker, tracker.settings.context_id))
+
+    def _loss_of(self, worker: int, context_id: int) -> WorkerLost:
+        return WorkerLost(self._name_of(worker), f"it took part in backward of context {context_id}")
 
     def close(self) -> None:
         for tracker in list(self._trackers.values()):
@@ -191,10 +198,8 @@ class Conductor:
                 return late
             found = context.passes.get(settings.id)
             if found is None:
-                for id in [
-                    id for id, old in context.passes.items() if not old.is_busy and id[0] == settings.root
-                ]:
-                    del context.passes[id]  # a root runs one pass of a context after the other
+                for id in [i for i in context.passes if i[0] == settings.root and i[1] < settings.oldest]:
+                    del context.passes[id]
                 found = context.passes[settings.id] = Pass(context, settings)
             return found
 
@@ -206,6 +211,7 @@ class Conductor:
                 self._tell(current, step)
         except BaseException as exc:
             self._tell_failure(settings, exc)
+            _pass_on_interrupts(exc)
 
     def _tell(self, current: Pass, step: Step) -> None:
         settings = current.settings
@@ -217,7 +223,7 @@ class Conductor:
         context = self._link.get(settings.context_id)
         by_worker: dict[int, list[tuple[int, list[torch.Tensor | None]]]] = {}
         for id, gradients in step.recvs:
-            by_worker.setdefault(context.recvs[id].worker, []).append((id, gradients))
+            by_worker.setdefault(context.recv(id).worker, []).append((id, gradients))
         passed_on: list[tuple[Key, int]] = [
             (id, worker) for worker, items in by_worker.items() for id, _ in items
         ]
@@ -280,12 +286,19 @@ class Conductor:
     # -- messages ---------------------------------------------------------------------------------------
 
     @staticmethod
-    def _settings_head(settings: Settings) -> tuple[PassId, int, bool, bool, str]:
-        return settings.id, settings.context_id, settings.retain_graph, settings.create_graph, settings.mode
+    def _settings_head(settings: Settings) -> tuple[PassId, int, bool, bool, str, int]:
+        return (
+            settings.id,
+            settings.context_id,
+            settings.retain_graph,
+            settings.create_graph,
+            settings.mode,
+            settings.oldest,
+        )
 
     def _open(self, message: Message) -> tuple[Settings, Any]:
-        _, id, context_id, retain_graph, create_graph, mode, *rest = message.head
-        return Settings(tuple(id), context_id, retain_graph, create_graph, mode), rest
+        _, id, context_id, retain_graph, create_graph, mode, oldest, *rest = message.head
+        return Settings(tuple(id), context_id, retain_graph, create_graph, mode, oldest), rest
 
     def _on_grad(self, message: Message) -> None:
         settings, (ids, is_settled, report) = self._open(message)
@@ -295,20 +308,22 @@ class Conductor:
             fires = []
             for id, present in ids:
                 send = context.sends.get(id)
-                if send is None:
-                    raise AutogradError(f"a gradient for message {id}, which this worker has not sent")
+                if send is None or send.worker != message.peer.id:
+                    raise AutogradError(
+                        f"{message.peer.name!r} has sent a gradient for message {id}, which it has not been sent"
+                    )
                 given = [next(gradients) if is_there else None for is_there in present]
-                on_device = [g if g is None else g.to(d) for g, d in zip(given, send.devices, strict=True)]
-                fires.append(Fire(id, send.edges, on_device))
+                fires.append(Fire(id, send.edges, send.fit(given)))
             current = self._pass(context, settings)
             if is_settled:
                 current.settle()
         except BaseException as exc:
             self._tell_failure(settings, exc)
+            _pass_on_interrupts(exc)
             return
         self._fire(current, fires)
         if report is not None:
-            self._command(settings, self._hear(settings, Report(*report), None))
+            self._command(settings, self._hear(settings, _report_of(message, report), None))
 
     def _hear(self, settings: Settings, report: Report, failure: Failure | None) -> list[Command]:
         tracker = self._trackers.get(settings.id)
@@ -316,7 +331,12 @@ class Conductor:
             return []
         if failure is not None:
             tracker.fail(_rebuild(failure))
-        return tracker.report(report)
+        commands = tracker.report(report)
+        for _, worker in report.passed_on:
+            # It may have been lost before it was known to take part.
+            if worker != self._me and not self._agent.is_present(worker):
+                tracker.fail(self._loss_of(worker, settings.context_id))
+        return commands
 
     def _on_wave(self, message: Message) -> None:
         """The wave starts here, or comes through: `sends` of this worker's will fire."""
@@ -326,7 +346,7 @@ class Conductor:
             current = self._pass(context, settings)
             by_worker: dict[int, list[int]] = {}
             for id in current.mark(sends):
-                by_worker.setdefault(context.recvs[id].worker, []).append(id)
+                by_worker.setdefault(context.recv(id).worker, []).append(id)
             current.peers |= by_worker.keys()
             passed_on: list[tuple[Key, int]] = []
             for worker, ids in by_worker.items():
@@ -355,6 +375,20 @@ class Conductor:
                 self._post(worker, ("abort", *self._settings_head(settings)), settings)
         if message.call_id:
             self._agent.service.answer(message, None)
+
+
+def _report_of(message: Message, report: Any) -> Report:
+    """A worker tells of its own steps and of nobody else's."""
+    found = Report(*report)
+    if found.worker != message.peer.id:
+        raise ProtocolError(f"a report in the name of rank {found.worker}")
+    return found
+
+
+def _pass_on_interrupts(exc: BaseException) -> None:
+    """Ctrl-C is for the thread that it has met, too."""
+    if not isinstance(exc, Exception):
+        raise exc
 
 
 def _key(key: Any) -> Key:

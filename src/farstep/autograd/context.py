@@ -16,6 +16,7 @@ import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from farstep.autograd.gradients import Gradients
+from farstep.errors import AutogradError, UnknownContext
 
 if TYPE_CHECKING:
     from farstep.autograd.passes import Pass
@@ -38,6 +39,7 @@ class Send:
     edges: tuple[GradientEdge | None, ...]
     """Where their gradients enter the local graph; None for one that wants none after all."""
     devices: tuple[torch.device, ...]
+    dtypes: tuple[torch.dtype, ...]
     shapes: tuple[tuple[int, ...], ...]
     nbytes: int
 
@@ -48,6 +50,22 @@ class Send:
 
     def name(self) -> str:
         return "torch::distributed::autograd::SendRpcBackward"
+
+    def fit(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """What a peer gives as the gradients of these tensors, on their devices and in their dtypes."""
+        if len(gradients) != len(self.edges):
+            raise AutogradError(
+                f"{len(gradients)} gradients for message {self.id}, which had {len(self.edges)} tensors"
+            )
+        fitting = list(gradients)
+        for i, gradient in enumerate(gradients):
+            if gradient is not None:
+                if not gradient.is_nested and gradient.shape != self.shapes[i]:
+                    raise AutogradError(
+                        f"a gradient of shape {tuple(gradient.shape)} for a tensor of shape {self.shapes[i]} in message {self.id}"
+                    )
+                fitting[i] = gradient.to(self.devices[i], self.dtypes[i])
+        return fitting
 
 
 @dataclass(frozen=True)
@@ -92,6 +110,7 @@ class Context:
             worker,
             tuple([edge_of(t) for t in tensors]),
             tuple([t.device for t in tensors]),
+            tuple([t.dtype for t in tensors]),
             tuple([tuple(t.shape) for t in tensors]),
             _nbytes(tensors),
         )
@@ -104,6 +123,12 @@ class Context:
         nbytes = _nbytes(tensors)
         with self.lock:
             self.recvs[id] = Recv(id, worker, node, len(tensors), nbytes)
+
+    def recv(self, id: int) -> Recv:
+        found = self.recvs.get(id)
+        if found is None:
+            raise UnknownContext(self.id)  # it has been released meanwhile
+        return found
 
     # -- the names of torch's own tests
 
@@ -124,7 +149,12 @@ class Context:
 
 
 def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
-    return sum([t.nbytes if t.layout is torch.strided else t._values().nbytes for t in tensors])
+    return sum([(t if t.layout is torch.strided else _values(t)).nbytes for t in tensors])
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a sparse tensor."""
+    return tensor._values() if tensor.layout in (torch.sparse_coo, torch.jagged) else tensor.detach().values()
 
 
 class _Touch(torch.autograd.Function):

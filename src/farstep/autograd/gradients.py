@@ -25,6 +25,8 @@ class Gradients:
         self._by_leaf: dict[torch.Tensor, torch.Tensor] = {}
         self._own: set[torch.Tensor] = set()
         """Leaves whose gradient is memory that nobody else has, so that it can be added to in place."""
+        self._borrowed: dict[int, torch.Tensor] = {}
+        """Where the memory is that was taken over as it was -> the leaf it was taken for."""
 
     def accumulate(self, found: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Take gradients over, without a copy where each has its memory to itself."""
@@ -34,9 +36,11 @@ class Gradients:
             for (leaf, gradient), address in zip(found, addresses, strict=True):
                 old = self._by_leaf.get(leaf)
                 if old is None:
-                    if address in shared or not _is_dense(gradient):
+                    if address in shared or not _is_dense(gradient) or self._is_borrowed(address):
                         gradient = _copy(gradient)
                         self._own.add(leaf)
+                    else:
+                        self._borrowed[address] = leaf
                     self._by_leaf[leaf] = gradient
                 elif leaf in self._own and old.layout is torch.strided and not gradient.requires_grad:
                     old += gradient
@@ -57,6 +61,11 @@ class Gradients:
                     self._by_leaf[leaf] = function(old, leaf in self._own)
                     self._own.add(leaf)
 
+    def _is_borrowed(self, address: int) -> bool:
+        """Under the lock. Whether this very memory is another leaf's gradient: one gradient may flow to several leaves."""
+        leaf = self._borrowed.get(address)
+        return leaf is not None and leaf not in self._own
+
     def snapshot(self) -> dict[torch.Tensor, torch.Tensor]:
         with self._lock:
             return dict(self._by_leaf)
@@ -65,6 +74,7 @@ class Gradients:
         with self._lock:
             self._by_leaf.clear()
             self._own.clear()
+            self._borrowed.clear()
 
 
 def _repeated(addresses: list[int]) -> set[int]:

@@ -150,9 +150,7 @@ class Link:
 
     def control(self, message: Message) -> Callable[[], None] | None:
         if message.head[0] == "release":
-            with self._lock:
-                context = self._contexts.pop(message.head[1], None)
-            return partial(self._release_on, context, message)
+            return partial(self._release_on, self._released_by(message.peer.id, message.head[1]), message)
         if message.head[0] == "joined":
             return partial(self._joined, message)
         return self.conductor.control(message)
@@ -213,6 +211,24 @@ class Link:
             except RpcError as exc:
                 errors.append(exc.with_traceback(None))
         return errors
+
+    def _released_by(self, worker: int, id: int) -> Context | None:
+        """Take a context out, if that worker may say so: its opener, or one that has called this worker in it."""
+        with self._lock:
+            context = self._contexts.get(id)
+            if context is None:
+                return None
+            if worker != context.opener and (
+                context.opener == self._agent.info.id or worker not in context.callers
+            ):
+                log.warning(
+                    "worker %r: rank %d has no say in context %d, and wants it released",
+                    self._agent.info.name,
+                    worker,
+                    id,
+                )
+                return None
+            return self._contexts.pop(id)
 
     def _release_on(self, context: Context | None, message: Message) -> None:
         def answer() -> None:

@@ -41,6 +41,8 @@ class Settings:
     retain_graph: bool = False
     create_graph: bool = False
     mode: str = "smart"
+    oldest: int = 0
+    """Passes of this root's in this context with lower numbers are over."""
 
     @property
     def root(self) -> int:
