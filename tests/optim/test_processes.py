@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -145,3 +147,38 @@ def test_a_step_is_one_message_to_each_owner(rank):
             assert tally.sent == before + 2
         assert tally.sent == before + 2  # the end of the context cost none
     rpc.barrier()
+
+
+# -- the first calls to arrive import what they need, several at once
+
+IMPORTS = """
+import sys, threading
+import farstep.rpc
+from farstep.rpc.trust import Trust
+
+def user():
+    import farstep.autograd, farstep.optim
+
+def call(module, name):
+    Trust(None).find(module, name)
+
+def run(function, *args):
+    together.wait()
+    try:
+        function(*args)
+    except Exception as exc:
+        print(repr(exc))
+
+sys.setswitchinterval(1e-6)
+together = threading.Barrier(3)
+jobs = [(user,), (call, "farstep.optim.parameters", "_named_parameters"), (call, "farstep.optim.calls", "_step")]
+threads = [threading.Thread(target=run, args=job) for job in jobs]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+"""
+
+
+@pytest.mark.slow
+def test_imports_at_once_do_not_meet_half_made_modules():
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=50)
+    assert (done.stdout, done.returncode) == ("", 0), done.stdout + done.stderr

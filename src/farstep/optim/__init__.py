@@ -7,6 +7,7 @@ with autograd.context() as context_id:
     optimizer.step(context_id)
 """
 
+import farstep.autograd  # noqa: F401  the package before its modules: see `rpc.trust._imported`
 from farstep.optim.distributed import DistributedOptimizer
 from farstep.optim.parameters import parameter_rrefs
 

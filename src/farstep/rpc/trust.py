@@ -86,6 +86,18 @@ _OWN: Final = frozenset(
 """What this package itself sends. Each looks at its arguments before it calls anything they name."""
 
 
+def _imported(module: str) -> Any:
+    """Import a module, or wait for a thread that is importing it; its packages first.
+
+    Python locks a module before its package. While another thread imports that package, and through it the module, the two would wait for
+    each other, which Python ends by handing out a module that is half made.
+    """
+    package = module.rpartition(".")[0]
+    if package:
+        _imported(package)
+    return importlib.import_module(module)
+
+
 class Trust:
     """Finds what a message names, if it may."""
 
@@ -102,7 +114,7 @@ class Trust:
             raise self._refusal(module, qualname)
         found: Any = sys.modules.get(module)
         if found is None or getattr(getattr(found, "__spec__", None), "_initializing", False):
-            found = importlib.import_module(module)  # waits for a thread that is importing it
+            found = _imported(module)
         parts = qualname.split(".")
         for i, part in enumerate(parts):
             found = getattr(found, part)
