@@ -14,10 +14,11 @@ from support.workers import bounded, eventually
 from torch import optim
 
 from farstep import autograd, rpc
+from farstep.autograd.locks import held
 from farstep.errors import AutogradError, OptimError, RemoteTraceback, StepError, UnknownContext
 from farstep.optim import DistributedOptimizer
 from farstep.optim.local import _all as local_optimizers
-from farstep.optim.locks import held, locks_for
+from farstep.optim.local import step_locks
 
 from .spread import Spread, _tensors
 
@@ -389,16 +390,16 @@ def test_only_steps_on_the_same_parameters_wait_for_each_other(three):
 
 def test_a_wait_for_parameters_says_what_it_waits_for():
     first, second = torch.ones(1), torch.ones(1)
-    own, all_of_them = locks_for([first]), locks_for([second, first])
+    own, all_of_them = step_locks.of([first]), step_locks.of([second, first])
     assert len(all_of_them) == 2
-    with held(own, "a step of Adam on worker 'a'", 1.0):
+    with held(own, "a step of Adam on worker 'a'", 1.0, OptimError):
         with pytest.raises(
             OptimError, match=r"B has waited 0.01 s.*a step of Adam on worker 'a' is still working"
         ):
-            held(all_of_them, "B", 0.01).__enter__()
-        with held(all_of_them[1:], "C", 0.01):  # what was taken before the wait is free again
+            held(all_of_them, "B", 0.01, OptimError).__enter__()
+        with held(all_of_them[1:], "C", 0.01, OptimError):  # what was taken before the wait is free again
             pass
-    with held(all_of_them, "B", 0.01):
+    with held(all_of_them, "B", 0.01, OptimError):
         pass
 
 

@@ -61,13 +61,10 @@ def run_node(node: Any, gradients: Sequence[torch.Tensor | None]) -> Gradients:
     if _current_task() == NO_TASK:
         return _run_node(node, gradients)
     # In a hook of another backward pass: a node called here would compute what that pass needs of it.
-    with ThreadPoolExecutor(1) as elsewhere:
-        return elsewhere.submit(_in_mode, torch.is_grad_enabled(), _run_node, node, gradients).result()
-
-
-def _in_mode(grad_enabled: bool, function: Any, *args: Any) -> Any:
-    with torch.set_grad_enabled(grad_enabled):
-        return function(*args)
+    with ThreadPoolExecutor(
+        1, initializer=torch.set_grad_enabled, initargs=(torch.is_grad_enabled(),)
+    ) as elsewhere:
+        return elsewhere.submit(_run_node, node, gradients).result()
 
 
 def _run_node(node: Any, gradients: Sequence[torch.Tensor | None]) -> Gradients:

@@ -93,9 +93,16 @@ class Conductor:
         """A pass with this worker as its root. `start` it, `wait` for it and `finish` it."""
         with self._lock:
             number = next(self._numbers)
-            under_way = [t.settings.id[1] for t in self._trackers.values() if t.settings.context_id == context_id]
+            under_way = [
+                t.settings.id[1] for t in self._trackers.values() if t.settings.context_id == context_id
+            ]
             settings = Settings(
-                (self._me, number), context_id, retain_graph, create_graph, mode, min(under_way, default=number)
+                (self._me, number),
+                context_id,
+                retain_graph,
+                create_graph,
+                mode,
+                min(under_way, default=number),
             )
             tracker = self._trackers[settings.id] = Tracker(settings, self._me, self._name_of)
             return tracker

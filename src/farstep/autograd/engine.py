@@ -113,7 +113,7 @@ def _run_layer(layer: list[Any], ferries: list[Any], parts: Parts, rules: Rules,
     found: dict[Place, torch.Tensor | None] = dict.fromkeys(places)
     if starts and places:
         lift = [node.variable for node in whole if node.variable in rules.reduced]
-        with leaves.lifted(lift, any(node.variable._backward_hooks for node in whole)):
+        with leaves.lifted(lift, [node.variable for node in whole if node.variable._backward_hooks]):
             results = run_engine(
                 tuple([GradientEdge(node, number) for node, number in starts]),
                 tuple(gradients),

@@ -7,16 +7,22 @@ must see the real node run, so they are let accumulate, and `.grad` is put back 
 
 from __future__ import annotations
 
-import threading
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
+from farstep.autograd.locks import ParameterLocks, held
+from farstep.autograd.reduced import is_reduced
+from farstep.errors import AutogradError
+
 __all__ = ["accumulate_for_real", "has_hooks", "lifted", "node_hooks", "run_node_hooks"]
 
-_lifting = threading.RLock()
+_locks = ParameterLocks(reentrant=True)
+PATIENCE_S = 1800.0
+"""A reducer waits for all ranks, as long as its process group lets it."""
 
 
 def _nothing(*_: Any) -> None:
@@ -61,39 +67,38 @@ def has_hooks(node: Any) -> bool:
 class lifted:
     """While this is entered, the hooks on the leaves `lift` do not run: they will when AccumulateGrad itself does.
 
-    Whoever runs the hooks of some leaves enters it too, with `hooked`, so that nobody lifts them meanwhile.
+    Whoever runs the hooks of such leaves enters it too, so that nobody lifts them meanwhile; of other leaves none is ever lifted.
     """
 
-    def __init__(self, lift: list[torch.Tensor], hooked: bool) -> None:
+    def __init__(self, lift: list[torch.Tensor], hooked: list[torch.Tensor]) -> None:
         self._lift = [leaf for leaf in lift if leaf._backward_hooks]
-        self._locks = hooked or bool(self._lift)
+        self._guarded = self._lift + [leaf for leaf in hooked if is_reduced(leaf)]
         self._kept: list[tuple[Any, dict[Any, Any]]] = []
+        self._held = contextlib.ExitStack()
 
     def __enter__(self) -> None:
-        if self._locks:
-            _lifting.acquire()
+        if self._guarded:
+            locks = _locks.of(self._guarded)
+            self._held.enter_context(held(locks, "backward with hooks on leaves", PATIENCE_S, AutogradError))
             for leaf in self._lift:
                 hooks: Any = leaf._backward_hooks
                 self._kept.append((hooks, dict(hooks)))
                 hooks.clear()
 
     def __exit__(self, *_: object) -> None:
-        if self._locks:
+        if self._guarded:
             for hooks, kept in self._kept:
                 added = dict(hooks)
                 hooks.clear()
                 hooks.update(kept)
                 hooks.update(added)
-            _lifting.release()
-
-
-_accumulating = threading.Lock()
+            self._held.close()
 
 
 def accumulate_for_real(found: list[tuple[Any, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Run AccumulateGrad itself for these leaves, take what it left in `.grad`, and put back what was there before."""
     leaves = [node.variable for node, _ in found]
-    with _accumulating:
+    with held(_locks.of(leaves), "backward of DistributedDataParallel", PATIENCE_S, AutogradError):
         before = [leaf.grad for leaf in leaves]
         for leaf in leaves:
             leaf.grad = None

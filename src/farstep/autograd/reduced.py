@@ -20,12 +20,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from farstep.rpc.current import find_agent
 
-__all__ = ["expect", "watch"]
+__all__ = ["expect", "is_reduced", "watch"]
 
 _lock = threading.Lock()
 _is_watching = False
 _wrapped: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
 """A module -> the DistributedDataParallel around it, weakly."""
+_reduced: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+"""By id: the parameters that were ever noticed in a context."""
+
+
+def is_reduced(leaf: torch.Tensor) -> bool:
+    """Whether some context knows it as a parameter of DistributedDataParallel."""
+    return _reduced.get(id(leaf)) is leaf
 
 
 def expect() -> None:
@@ -60,4 +67,5 @@ def _notice(module: torch.nn.Module, args: Any) -> None:
                 with context.lock:
                     for parameter in module.parameters():
                         if parameter.requires_grad:
+                            _reduced[id(parameter)] = parameter
                             context.reduced.setdefault(parameter, len(context.reduced))

@@ -60,7 +60,7 @@ class Tracker:
         self._lock = threading.Lock()
         self._phase = Phase.FLOWING
         self._outstanding: dict[Key, int] = {ROOTS: me}
-        self._early: set[Key] = set()
+        self._early: dict[Key, int] = {}
         self._blocked: dict[int, tuple[int, bool]] = {}
         self._heard_at = time.monotonic()
         self._over = threading.Lock()
@@ -80,13 +80,15 @@ class Tracker:
                 and report.number > self._blocked.get(report.worker, (0, False))[0]
             ):
                 self._blocked[report.worker] = (report.number, report.is_blocked)
-            for key in report.done:
-                if self._outstanding.pop(key, None) is None:
-                    self._early.add(key)
+            for key in report.done:  # only by whom it was passed on to
+                if key not in self._outstanding:
+                    self._early[key] = report.worker
+                elif self._outstanding[key] == report.worker:
+                    del self._outstanding[key]
             for key, worker in report.passed_on:
                 self.participants.add(worker)
-                if key in self._early:
-                    self._early.discard(key)
+                if self._early.get(key) == worker:
+                    del self._early[key]
                 else:
                     self._outstanding[key] = worker
             return [] if self._outstanding or self._early else self._at_rest()

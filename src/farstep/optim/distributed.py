@@ -152,6 +152,9 @@ class DistributedOptimizer(Optimizer):
         """
         link = link_of(self._agent)
         context = link.get(context_id)
+        close = (
+            close and context.opener == self._agent.info.id
+        )  # others' ends are not this worker's to bring about
         self._refuse_closed(context_id, context.handed_over - context._known_worker_ids())
         seconds = self._agent.effective_timeout(timeout)
         told = self._told()

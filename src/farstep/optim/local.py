@@ -14,23 +14,24 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from farstep.autograd.link import link_of
+from farstep.autograd.locks import ParameterLocks, held
 from farstep.errors import OptimError
 from farstep.optim import fast
 from farstep.optim.groups import copied, differ, options_of
-from farstep.optim.locks import held, locks_for
 from farstep.optim.shadow import follow, give_back, shadow_of
 from farstep.rpc.rref import RRef, local_value_of
 
 if TYPE_CHECKING:
     from farstep.rpc.agent import Agent
 
-__all__ = ["Changes", "LocalOptimizer", "Spec", "find_local"]
+__all__ = ["Changes", "LocalOptimizer", "Spec", "find_local", "step_locks"]
 
 Spec = tuple[int, list[str], list[RRef[Any]], dict[str, Any]]
 """This owner's share of a group: the group's number, names, references, and the options that the user gave."""
 Changes = dict[int, tuple[dict[str, Any], list[str]]]
 """Group number -> options that are new or have changed, and those that are gone."""
 
+step_locks = ParameterLocks()
 _ids = itertools.count(1)
 _all: weakref.WeakValueDictionary[int, LocalOptimizer] = weakref.WeakValueDictionary()
 """A step names its optimizer by number: that costs nothing to send. What keeps the optimizer is the reference of whoever made it."""
@@ -154,7 +155,7 @@ class LocalOptimizer:
     def _settle(self) -> None:
         """After a change of groups: which locks, and for a new group, how the caller will see its options, and which implementation."""
         self._all_members = list(itertools.chain.from_iterable(self.members))
-        self._locks = locks_for([m.parameter for m in self._all_members])
+        self._locks = step_locks.of([m.parameter for m in self._all_members])
         for position, number in enumerate(self.numbers):
             if number not in self.options:
                 group = self.optimizer.param_groups[position]
@@ -228,7 +229,7 @@ class LocalOptimizer:
 
     def locked(self, what: str, timeout_s: float) -> Any:
         # A little less than the caller's own patience, so that it learns what was waited for.
-        return held(self._locks, f"{what} {self.where}", timeout_s * 0.9)
+        return held(self._locks, f"{what} {self.where}", timeout_s * 0.9, OptimError)
 
     def _gradients(self, context_id: int) -> Mapping[torch.Tensor, torch.Tensor]:
         context = link_of(self.agent).find(context_id)
