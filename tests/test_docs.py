@@ -1,13 +1,11 @@
 """What the docs say is so: every option is explained, every example that claims to run does, every link leads somewhere."""
 
-import os
 import re
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from support.scripts import Scripts
 
 from farstep import autograd, errors, optim
 from farstep.rpc import RpcOptions
@@ -74,15 +72,30 @@ def test_links_lead_somewhere(page):
     assert [link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()] == []
 
 
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory):
+    scripts = Scripts(tmp_path_factory.mktemp("scripts") / "log")
+    yield scripts
+    scripts.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("code", list(examples()))
-def test_example_runs(code, tmp_path):
+def test_example_runs(code, tmp_path, scripts):
     script = tmp_path / "example.py"
     script.write_text(code)
-    run(script)
+    wrong = scripts.run(script)
+    assert wrong is None, wrong
 
 
-def run(script):
-    env = {**os.environ, "PYTHONWARNINGS": "error::SyntaxWarning"}
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=50, env=env)
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.mark.slow
+def test_an_example_that_fails_is_noticed(tmp_path, scripts):
+    script = tmp_path / "example.py"
+    for code, wanted in (
+        ("assert 1 == 2", "AssertionError"),
+        ("raise SystemExit(3)", "ended with 3"),
+        ("", None),
+    ):
+        script.write_text(code)
+        wrong = scripts.run(script)
+        assert wrong is None if wanted is None else wanted in wrong

@@ -48,7 +48,7 @@ def count() -> Counter[str]:
     for thing in gc.get_objects():
         kind = type(thing)
         if (
-            kind.__module__.startswith("farstep.autograd")
+            str(kind.__module__).startswith("farstep.autograd")
             or "RecvRpc" in kind.__name__
             or kind in (Canary, RRef)
         ):
