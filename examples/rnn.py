@@ -35,9 +35,13 @@ class Words:
         return self.data[at], self.data[at + 1]
 
 
+def set_seed(seed):
+    torch.manual_seed(seed)
+
+
 def remote(cls, *args, seed):
     """A module on the server, with its parameters drawn from a seed."""
-    rpc.rpc_sync("server", torch.manual_seed, args=(seed,))
+    rpc.rpc_sync("server", set_seed, args=(seed,))
     return rpc.RemoteModule("server", cls, args)
 
 

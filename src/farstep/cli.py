@@ -17,7 +17,7 @@ EXAMPLES = """\
 examples:
   farstep demo                         a transformer trained over three workers, in a minute
   farstep run -n 4 train.py --lr 0.1   four local copies of a script that calls init_rpc
-  python -m farstep.compat train.py    a script for torch.distributed.rpc, unedited, on farstep
+  python -m farstep.compat train.py    a script for torch.distributed's rpc, unedited, on farstep
 
 `farstep COMMAND --help` tells more of each.
 """
@@ -34,7 +34,7 @@ RUN_EXAMPLES = """\
 examples:
   farstep run train.py                 two copies
   farstep run -n 4 train.py --lr 0.1   four; everything after the script's name is the script's
-  farstep run --compat old.py          a script for torch.distributed.rpc, unedited, on farstep
+  farstep run --compat old.py          a script for torch.distributed's rpc, unedited, on farstep
 
 For several machines use torchrun, and set FARSTEP_SECRET to the same value on each.
 """
@@ -89,7 +89,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("-n", "--workers", type=int, default=2, metavar="N", help="how many copies (default: 2)")
     run.add_argument(
-        "--compat", action="store_true", help="the script is one for torch.distributed.rpc: run it on farstep"
+        "--compat",
+        action="store_true",
+        help="the script is one for torch.distributed's rpc, autograd and optim: run it on farstep",
     )
     run.add_argument("script", help="the Python script")
     run.add_argument("args", nargs=argparse.REMAINDER, help="arguments for the script")

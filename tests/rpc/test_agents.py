@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from support.workers import bounded, eventually, multiprocess, results
 from farstep import rpc
 from farstep.errors import NotInitialized, RpcTimeout, UnknownWorker
 from farstep.rpc import Agent, RpcOptions, functions
+from farstep.rpc.current import serving
 
 TIMEOUT_S = 30.0
 
@@ -37,6 +39,15 @@ def call_async(
 def threads_of(agents: list[Agent]) -> int:
     names = tuple(f"farstep-{a.info.name}" for a in agents)
     return sum(t.name.startswith(names) for t in threading.enumerate())
+
+
+@contextlib.contextmanager
+def speaking_for(agent: Agent) -> Iterator[None]:
+    token = serving.set(agent)
+    try:
+        yield
+    finally:
+        serving.reset(token)
 
 
 def increment(x: int) -> int:
@@ -450,3 +461,11 @@ def test_a_peer_that_left_is_lost_to_calls_and_not_waited_for() -> None:
         with pytest.raises(rpc.WorkerLost, match="worker1"):
             bounded(call_async(agents[2], "worker1", increment, 1).wait)
         assert call(agents[0], "worker2", increment, 1) == 2
+
+
+@pytest.mark.parametrize("call", [rpc.rpc_sync, rpc.rpc_async, rpc.remote])
+@pytest.mark.parametrize("args", [torch.tensor([3.0]), torch.ones(2), "no"])
+def test_args_that_are_one_argument_are_refused(pair: list[Agent], call: Any, args: Any) -> None:
+    """A tensor or a string would be taken apart, element by element."""
+    with speaking_for(pair[0]), pytest.raises(TypeError, match=r"args=\(x,\)"):
+        call("worker1", torch.neg, args=args)

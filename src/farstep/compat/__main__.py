@@ -1,4 +1,4 @@
-"""python -m farstep.compat script.py args…: run a script written for torch.distributed.rpc on farstep, unedited."""
+"""python -m farstep.compat script.py args…: run a script written for torch.distributed's rpc, autograd and optim on farstep, unedited."""
 
 from __future__ import annotations
 

@@ -110,6 +110,16 @@ def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:
             set_default_agent(None)
 
 
+def _args(args: Sequence[Any] | None) -> tuple[Any, ...]:
+    if args is None:
+        return ()
+    if isinstance(args, torch.Tensor | str | bytes):
+        raise TypeError(
+            f"args is a tuple of arguments, not a {type(args).__name__}: for one argument, args=(x,)"
+        )
+    return tuple(args)
+
+
 def rpc_sync(
     to: Target,
     func: Callable[..., Any],
@@ -122,7 +132,7 @@ def rpc_sync(
     `to` is a name, a rank or a `WorkerInfo`. `timeout` is in seconds; 0 means none, and unset the default.
     """
     agent = current_agent()
-    return agent.call_sync(_target(to), _callable(func), tuple(args or ()), kwargs or {}, timeout)
+    return agent.call_sync(_target(to), _callable(func), _args(args), kwargs or {}, timeout)
 
 
 def rpc_async(
@@ -134,7 +144,7 @@ def rpc_async(
 ) -> torch.futures.Future[Any]:
     """Like `rpc_sync`, and returns a `torch.futures.Future` at once. Tensors are taken as they are now."""
     agent = current_agent()
-    future = agent.call_async(_target(to), _callable(func), tuple(args or ()), kwargs or {}, timeout)
+    future = agent.call_async(_target(to), _callable(func), _args(args), kwargs or {}, timeout)
     collected = getattr(thread_local, "future_list", None)
     if collected is not None:
         collected.append(future)
@@ -150,7 +160,7 @@ def remote(
 ) -> RRef[Any]:
     """Run `func(*args, **kwargs)` on worker `to`, leave the result there, and return an `RRef` to it at once."""
     agent = current_agent()
-    return agent.remote(_target(to), _callable(func), tuple(args or ()), kwargs or {}, timeout)
+    return agent.remote(_target(to), _callable(func), _args(args), kwargs or {}, timeout)
 
 
 def _target(to: Any) -> Target:

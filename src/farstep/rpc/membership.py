@@ -29,6 +29,8 @@ __all__ = ["Card", "Roster", "WorkerInfo", "create_store", "host_key"]
 _NAME: Final = re.compile(r"[A-Za-z0-9_:\-]+")
 MAX_NAME_CHARS: Final = 128
 LOOK_S: Final = 0.5
+FIRST_PAUSE_S: Final = 0.001
+LONGEST_PAUSE_S: Final = 0.02
 
 
 class WorkerInfo:
@@ -226,7 +228,14 @@ class Roster:
                 self._store.set("failed", f"{self._card.name!r} gave up: {error}")
 
     def _wait(self, keys: list[str], deadline: float) -> None:
-        self._store.wait(keys, timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        """TimeoutError where not all are there in time. Torch's own wait writes warnings whenever it is cut short."""
+        pause_s = FIRST_PAUSE_S
+        while not self._store.check(keys):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            time.sleep(min(pause_s, left))
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _who_is_missing(self, keys: list[str]) -> str:
         here, missing = [], []
