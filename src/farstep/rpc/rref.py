@@ -235,7 +235,10 @@ class RRef(Generic[T]):
         raise RRefError("the state of a reference cannot be set")
 
     def __reduce__(self) -> Any:
-        raise RRefError("Can not pickle rref in python pickler, rref can only be pickled when using RPC")
+        raise RRefError(
+            "Can not pickle rref in python pickler, rref can only be pickled when using RPC. A file takes values, which to_here() "
+            "gives; of an optimizer, state_dict() gives a state that can be saved, and state_dict(sharded=True) one that cannot"
+        )
 
 
 def user_rref(agent: Agent, owner: WorkerInfo, id: GlobalId, fork: GlobalId, *, confirmed: bool) -> RRef[Any]:
