@@ -71,15 +71,16 @@ class AutogradError(FarstepError):
 class UnknownContext(AutogradError):
     """There is no autograd context of that id on this worker. `context_id` is the id."""
 
-    def __init__(self, context_id: int) -> None:
+    def __init__(self, context_id: int, what: str = "backward and get_gradients belong") -> None:
         super().__init__(
-            f"Could not find autograd context with id: {context_id}. It was never opened, or has been released; backward and "
-            f"get_gradients belong inside `with context() as context_id`"
+            f"Could not find autograd context with id: {context_id}. It was never opened, or has been released; {what} inside "
+            f"`with context() as context_id`"
         )
         self.context_id = context_id
+        self.what = what
 
-    def __reduce__(self) -> tuple[type[UnknownContext], tuple[int]]:
-        return type(self), (self.context_id,)
+    def __reduce__(self) -> tuple[type[UnknownContext], tuple[int, str]]:
+        return type(self), (self.context_id, self.what)
 
 
 class BackwardError(AutogradError):

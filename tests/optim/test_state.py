@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 import torch
 from torch import optim
 
 from farstep import autograd, rpc
-from farstep.errors import OptimError, StateMismatch
+from farstep.errors import OptimError, RRefError, StateMismatch
 from farstep.optim import DistributedOptimizer, parameter_rrefs
 
 from .spread import Spread, train
@@ -167,6 +168,69 @@ def test_what_is_no_state_of_this_kind(three):
         optimizer.load_state_dict({"weights": 1})
 
 
+class Plain(optim.SGD):
+    """A user's own class, without options of its own."""
+
+
+@pytest.mark.parametrize("kind", [optim.SGD, Plain], ids=lambda kind: kind.__name__)
+def test_the_state_of_another_class_is_refused(three, kind):
+    spread = Spread([0, 1])
+    adam = DistributedOptimizer(optim.AdamW, spread.rrefs, lr=0.3)
+    optimizer = DistributedOptimizer(kind, spread.rrefs, lr=0.1, momentum=0.9)
+    options = list(optimizer.param_groups[0])
+    state = adam.state_dict()
+    state["param_groups"][0]["param_names"] = ["0", "1"]  # no option: torch's own states have it
+    with pytest.raises(StateMismatch) as caught:
+        optimizer.load_state_dict(state)
+    assert re.search(
+        rf"the options betas, eps, amsgrad, capturable\b.*, which {kind.__name__} does not", str(caught.value)
+    )
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    optimizer.load_state_dict(state, strict=False)
+    assert list(optimizer.param_groups[0]) == options
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]) == (0.3, 0.9)
+    spread.step(optimizer)
+    assert list(optimizer.state_dict()["param_groups"][0]) == [*options[2:], "params"]
+
+
+def test_a_users_options_are_not_those_of_torchs_classes(three):
+    spread = Spread([1])
+    slowing = DistributedOptimizer(Slowing, spread.rrefs, lr=0.1)
+    with pytest.raises(StateMismatch, match="options slowing, which SGD does not have"):
+        DistributedOptimizer(optim.SGD, spread.rrefs, lr=0.1).load_state_dict(slowing.state_dict())
+
+
+@pytest.mark.parametrize("key", ["initial_lr", "swa_lr", "max_momentum"])
+def test_what_schedules_keep_in_groups_is_loaded(three, key):
+    spread = Spread([1])
+    old, new = (DistributedOptimizer(optim.SGD, spread.rrefs, lr=0.1) for _ in range(2))
+    old.param_groups[0][key] = 0.7
+    new.load_state_dict(old.state_dict())
+    assert new.param_groups[0][key] == 0.7
+
+
+def test_an_ordinary_optimizer_loads_the_state(three):
+    """By position: torch takes whatever the parameters are called by."""
+    spread = Spread([0, 1, 2, 1])
+    optimizer = DistributedOptimizer(optim.AdamW, pairs(spread), lr=0.1)
+    twin = optim.AdamW(spread.local, lr=0.1)
+    train(spread, optimizer, twin, 3)
+    ordinary = optim.AdamW(spread.local, lr=9.0)
+    ordinary.load_state_dict(through_a_file(optimizer.state_dict()))
+    assert ordinary.param_groups[0]["lr"] == 0.1
+    spread.step(optimizer, 5)
+    spread.step_here(ordinary, 5)
+    spread.assert_same()
+
+
+def test_a_sharded_state_says_that_no_file_takes_it(three):
+    spread = Spread([0, 1])
+    optimizer = DistributedOptimizer(optim.Adam, spread.rrefs, lr=0.1)
+    spread.step(optimizer)
+    with pytest.raises(RRefError, match=r"state_dict\(\) gives a state that can be saved"):
+        torch.save(optimizer.state_dict(sharded=True), io.BytesIO())
+
+
 def test_hooks_of_state_dicts_are_run(three):
     spread = Spread([1])
     optimizer = DistributedOptimizer(optim.Adam, spread.rrefs, lr=0.1)
@@ -272,5 +336,14 @@ def test_parameters_of_a_remote_module(three):
 def test_what_has_no_parameters(three):
     with pytest.raises(TypeError, match=r"to a torch.nn.Module, and this one is to a int"):
         parameter_rrefs(rpc.remote("worker1", int))
-    with pytest.raises(TypeError, match="an RRef to a module, or a RemoteModule, not Linear"):
-        parameter_rrefs(torch.nn.Linear(1, 1))
+    with pytest.raises(TypeError, match="wants a module, an RRef to one, or a RemoteModule, not type"):
+        parameter_rrefs(torch.nn.Linear)
+
+
+def test_parameters_of_a_module_that_is_here(three):
+    module = two_layers()
+    sent = three[0].tally.sent
+    found = parameter_rrefs(module, "net")
+    assert three[0].tally.sent == sent
+    assert [name for name, _ in found] == ["net.0.weight", "net.0.bias", "net.1.weight", "net.1.bias"]
+    assert all(a.local_value() is b for (_, a), b in zip(found, module.parameters(), strict=True))

@@ -237,7 +237,7 @@ def test_a_constructor_that_fails_leaves_nothing_behind(three):
     spread = Spread([0, 1, 2], [(3,), (2,), (4,)])
     with pytest.raises(ValueError, match="cannot be made here") as caught:
         DistributedOptimizer(Unmakeable, spread.rrefs)
-    assert "worker 'worker1' could not make its part" in caught.value.__notes__[0]
+    assert caught.value.__notes__ == ["worker 'worker1' could not make its part"]
     del caught
     assert eventually(lambda: gc.collect() >= 0 and len(local_optimizers) == before)
 

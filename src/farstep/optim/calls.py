@@ -46,12 +46,13 @@ def _remove_group(id: int, number: int) -> None:
 
 def _step(
     id: int, context_id: int, close: bool, timeout_s: float, changes: Changes | None
-) -> list[int] | None:
-    """Step; with `close`, drop this worker's part of the context, and return the workers that it would have told of its end."""
+) -> tuple[int, list[int] | None]:
+    """Step, and return how many parameters had a gradient. With `close`, also drop this worker's part of the context, and return the
+    workers that it would have told of its end."""
     agent = current_agent()
-    find_local(id, agent).step(context_id, changes, timeout_s)
+    stepped = find_local(id, agent).step(context_id, changes, timeout_s)
     below = link_of(agent).hand_over(context_id) if close else None
-    return None if below is None else list(below)
+    return stepped, None if below is None else list(below)
 
 
 def _norms(id: int, context_id: int, norm_type: float) -> torch.Tensor:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.optim import Optimizer
 
 from farstep.autograd.link import link_of
-from farstep.errors import AutogradError, OptimError
+from farstep.errors import AutogradError, OptimError, PayloadError, UnknownContext
 from farstep.optim import adapters, calls, clip, named
 from farstep.optim.failures import named_error, step_error
 from farstep.optim.groups import Group, copied, differ, options_of, parse_group, parse_groups
@@ -22,7 +23,12 @@ from farstep.rpc.membership import WorkerInfo
 from farstep.rpc.options import UNSET_RPC_TIMEOUT
 from farstep.rpc.rref import RRef
 
+if TYPE_CHECKING:
+    from farstep.autograd.context import Context
+
 __all__ = ["DistributedOptimizer"]
+
+log = logging.getLogger("farstep.optim")
 
 
 @dataclass
@@ -64,6 +70,7 @@ class DistributedOptimizer(Optimizer):
     ) -> None:
         if consistency not in CONSISTENCIES:
             raise ValueError(f"consistency is one of {', '.join(CONSISTENCIES)}, not {consistency!r}")
+        _check_class(optimizer_class)
         groups = parse_groups(params_rref)
         self._agent = current_agent()
         self._make = (optimizer_class, args, kwargs)
@@ -71,6 +78,7 @@ class DistributedOptimizer(Optimizer):
         self._owners: dict[WorkerInfo, Owner] = {}
         self._placed: list[Group] | None = None
         """The groups that the owners know. None while this is being made."""
+        self._has_warned = False
         defaults, options = self._create(_by_owner(enumerate(groups)))
         # What every optimizer has; the groups are known better here.
         super().__init__([{"params": []}], defaults)
@@ -151,11 +159,10 @@ class DistributedOptimizer(Optimizer):
         but the end may come after that. `StepError` says which owners did not step, and which did.
         """
         link = link_of(self._agent)
-        context = link.get(context_id)
+        context = self._context(context_id, "step")
         close = (
             close and context.opener == self._agent.info.id
         )  # others' ends are not this worker's to bring about
-        self._refuse_closed(context_id, context.handed_over - context._known_worker_ids())
         seconds = self._agent.effective_timeout(timeout)
         told = self._told()
         args = {
@@ -173,10 +180,27 @@ class DistributedOptimizer(Optimizer):
         for owner in outcome.results:
             self._owners[owner].told = told[owner]
         if close:
-            handed = {owner.id: set(below) for owner, below in outcome.results.items() if below is not None}
+            handed = {
+                owner.id: set(below) for owner, (_, below) in outcome.results.items() if below is not None
+            }
             link.take_over(context, handed)
         if outcome.errors:
             raise step_error(outcome)
+        if not self._has_warned and not any(stepped for stepped, _ in outcome.results.values()):
+            self._has_warned = True
+            log.warning(_NO_GRADIENT, context_id)
+
+    def _context(self, context_id: int, what: str) -> Context:
+        """For the method `what`: the context, if it is open, and not closed on an owner."""
+        if not isinstance(context_id, int) or isinstance(context_id, bool):
+            raise TypeError(
+                f"{what} takes a context id, as in `with autograd.context() as context_id`, not {_described(context_id)}"
+            )
+        context = link_of(self._agent).find(context_id)
+        if context is None:
+            raise UnknownContext(context_id, f"{what} belongs")
+        self._refuse_closed(context_id, context.handed_over - context._known_worker_ids())
+        return context
 
     def _refuse_closed(self, context_id: int, closed: set[int]) -> None:
         names = [info.name for info in self._owners if info.id in closed]
@@ -230,7 +254,7 @@ class DistributedOptimizer(Optimizer):
         The same number as `torch.nn.utils.clip_grad_norm_` in one process. One message to each owner, and one more if they must be scaled.
         """
         norm_type = float(norm_type)
-        parts = self._on_gradients(calls._norms, context_id, norm_type, timeout)
+        parts = self._on_gradients("clip_grad_norm_", calls._norms, context_id, norm_type, timeout)
         total = clip.total_norm(parts, norm_type)
         if error_if_nonfinite and not total.isfinite():
             raise RuntimeError(
@@ -239,20 +263,19 @@ class DistributedOptimizer(Optimizer):
             )
         coefficient = float(max_norm) / (total + 1e-6)
         if not coefficient >= 1.0:  # also where it is not a number
-            self._on_gradients(calls._scale, context_id, coefficient, timeout)
+            self._on_gradients("clip_grad_norm_", calls._scale, context_id, coefficient, timeout)
         return total
 
     def clip_grad_value_(
         self, context_id: int, clip_value: float, *, timeout: float = UNSET_RPC_TIMEOUT
     ) -> None:
         """Bring every number in the context's gradients of these parameters between -`clip_value` and `clip_value`."""
-        self._on_gradients(calls._clamp, context_id, float(clip_value), timeout)
+        self._on_gradients("clip_grad_value_", calls._clamp, context_id, float(clip_value), timeout)
 
     def _on_gradients(
-        self, function: Callable[..., Any], context_id: int, what: Any, timeout: float
+        self, caller: str, function: Callable[..., Any], context_id: int, what: Any, timeout: float
     ) -> list[Any]:
-        context = link_of(self._agent).get(context_id)
-        self._refuse_closed(context_id, context.handed_over - context._known_worker_ids())
+        self._context(context_id, caller)
         outcome = self._ask(
             function, {o: (owner.id, context_id, what) for o, owner in self._owners.items()}, timeout
         )
@@ -286,12 +309,12 @@ class DistributedOptimizer(Optimizer):
     ) -> None:
         """Load what `state_dict` gave, here or elsewhere, whichever workers had the parameters then.
 
-        `strict`: the names must be the same. Otherwise parameters that are missing keep their state, and what is not known here is left out. Everything
-        is checked on all owners before anything is changed; where something does not fit, nothing is.
+        `strict`: the names must be the same, and the options must be some that the class has. Otherwise parameters that are missing keep their
+        state, and what is not known here is left out. Options that are missing keep their value in any case. Everything is checked on all owners before anything is changed; where something does not fit, nothing is.
         """
         state_dict = adapters.run_load_state_dict_pre_hooks(self, state_dict)
         seconds = self._agent.effective_timeout(timeout)
-        plan = named.plan_load(self.param_groups, state_dict, strict)
+        plan = named.plan_load(self._make[0], self.defaults, self.param_groups, state_dict, strict)
         args = {
             info: (owner.id, *named.share(plan, owner.names), seconds) for info, owner in self._owners.items()
         }
@@ -322,10 +345,44 @@ class DistributedOptimizer(Optimizer):
         return ask_owners(self._agent, function, args, self._agent.effective_timeout(timeout))
 
     def __repr__(self) -> str:
-        kind = getattr(self._make[0], "__name__", repr(self._make[0]))
-        return f"{kind} on {', '.join(info.name for info in self._owners)}: {super().__repr__()}"
+        return f"{named.name_of_class(self._make[0])} on {', '.join(info.name for info in self._owners)}: {super().__repr__()}"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a DistributedOptimizer cannot be copied or pickled: its parameters and their state are with their owners. Save its "
+            "state_dict(), or make another one over the same RRefs"
+        )
 
 
+def _check_class(given: Any) -> None:
+    if isinstance(given, Optimizer):
+        name = type(given).__name__
+        raise TypeError(
+            f"optimizer_class is a class, and this is an optimizer made of one: give {name} itself, and its options "
+            f"after the parameters, as in DistributedOptimizer({name}, params, lr=0.1)"
+        )
+    if not callable(given):
+        raise TypeError(
+            f"optimizer_class is a class such as torch.optim.SGD, not {_described(given)}: give the class itself"
+        )
+    if "<" in getattr(given, "__qualname__", ""):
+        raise PayloadError(
+            f"{given.__qualname__} cannot be sent to the owners of parameters: it is defined inside a function, and a message carries only "
+            f"its name; define it at module level"
+        )
+
+
+def _described(value: Any) -> str:
+    if value is None or isinstance(value, str):
+        return repr(value)
+    name = type(value).__name__
+    return f"a {name}" + (": there are no closures here" if callable(value) else "")
+
+
+_NO_GRADIENT = (
+    "no parameter of this optimizer has a gradient in context %d; was the forward pass inside the `with`, "
+    "and did backward run?"
+)
 _GROUPS_HELP = (
     "param_groups has other groups or parameters than the owners were told of. Groups are added with add_param_group, and cannot be "
     "taken away: to leave parameters out, make a new DistributedOptimizer (load_state_dict(state, strict=False) takes the state over)"

@@ -9,11 +9,14 @@ __all__ = ["named_error", "step_error"]
 
 
 def named_error(outcome: Outcome, what: str) -> Exception:
-    """The first owner's own exception, with a note of who else failed, and how."""
+    """The first owner's own exception, with a note of who it was, and of who else failed, and how."""
     error = outcome.first_error()
     assert error is not None
     for owner, each in outcome.errors.items():
-        error.add_note(f"worker {owner.name!r} {what}: {type(each).__name__}: {each}")
+        is_the_same = type(each) is type(error) and str(each) == str(error)
+        error.add_note(
+            f"worker {owner.name!r} {what}" + ("" if is_the_same else f": {type(each).__name__}: {each}")
+        )
     return error
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from farstep.rpc.rref import RRef
 
@@ -25,10 +26,7 @@ class Group:
 
 def parse_groups(given: Any) -> list[Group]:
     """RRefs, (name, RRef) pairs, a dict name -> RRef, or groups of these: dicts with "params" and options."""
-    if isinstance(given, RRef | torch.Tensor):
-        raise TypeError(
-            f"params_rref is a list of RRefs, of (name, RRef) pairs, or of groups, not one {type(given).__name__}"
-        )
+    _refuse_unlisted(given)
     if isinstance(given, dict):
         given = [{"params": given}]
     else:
@@ -56,6 +54,7 @@ def parse_group(given: Any, taken: Iterable[str]) -> Group:
         raise TypeError("parameters must come in an order that stays the same: give a list, not a set")
     if isinstance(params, RRef):
         params = [params]
+    _refuse_unlisted(params)
     pairs = list(params.items()) if isinstance(params, dict) else list(params)
     names: list[str] = []
     rrefs: list[RRef[Any]] = []
@@ -69,7 +68,7 @@ def parse_group(given: Any, taken: Iterable[str]) -> Group:
         if not isinstance(rref, RRef):
             raise TypeError(
                 f"optimizer can only optimize parameters behind RRefs, but one of the params is {torch.typename(rref)}; "
-                f"rpc.RRef(parameter) makes a reference to a local one, parameter_rrefs(module_rref) to those of a remote module"
+                f"rpc.RRef(parameter) makes a reference to a local one, parameter_rrefs(module) to all those of a module, here or remote"
             )
         if not isinstance(name, str):
             raise TypeError(f"a parameter's name is a string, not {name!r}")
@@ -83,6 +82,23 @@ def parse_group(given: Any, taken: Iterable[str]) -> Group:
         rrefs.append(rref)
     _refuse_repeated(names, rrefs)
     return Group(names, rrefs, options_of(given))
+
+
+def _refuse_unlisted(given: Any) -> None:
+    """What is one thing, and not a list of references."""
+    if isinstance(given, nn.Module):
+        help = "parameter_rrefs(module) gives those of a module"
+    elif isinstance(given, RRef):
+        help = "[rref] is a list of one parameter, parameter_rrefs(rref) gives those of a module"
+    elif isinstance(given, torch.Tensor):
+        help = "[rpc.RRef(parameter)] is a list of one"
+    elif isinstance(given, Iterable) and not isinstance(given, str):
+        return
+    else:
+        help = "parameter_rrefs(module) gives those of a module, rpc.RRef(parameter) makes one"
+    raise TypeError(
+        f"params_rref is a list of RRefs, of (name, RRef) pairs, or of groups, not one {type(given).__name__}: {help}"
+    )
 
 
 def _refuse_repeated(names: list[str], rrefs: list[RRef[Any]]) -> None:

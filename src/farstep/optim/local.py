@@ -201,8 +201,8 @@ class LocalOptimizer:
 
     # -- steps --------------------------------------------------------------------------------------------
 
-    def step(self, context_id: int, changes: Changes | None, timeout_s: float) -> None:
-        """Apply the gradients of a context. Where the context has not been, there are none."""
+    def step(self, context_id: int, changes: Changes | None, timeout_s: float) -> int:
+        """Apply the gradients of a context. Where the context has not been, there are none. Returns how many parameters had one."""
         gradients = self._gradients(context_id)
         given: list[Member] = []
         with self.locked("a step of", timeout_s):
@@ -226,6 +226,7 @@ class LocalOptimizer:
                 for member in given:
                     member.shadow.grad = None
                     give_back(member.shadow, member.parameter)
+        return len(given)
 
     def locked(self, what: str, timeout_s: float) -> Any:
         # A little less than the caller's own patience, so that it learns what was waited for.

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import inspect
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from farstep.errors import OptimError, StateMismatch
 from farstep.optim.groups import copied, differ, options_of
 
-__all__ = ["Plan", "build", "plan_load", "share"]
+__all__ = ["Plan", "build", "name_of_class", "plan_load", "share"]
 
 Drift = dict[int, dict[str, Any]]
 """Group number -> options that the class itself has changed, on one owner. Every group that the owner has a share of is there."""
@@ -55,9 +59,26 @@ def _agreed(number: int, drift: dict[str, Drift]) -> dict[str, Any]:
     return found
 
 
-def plan_load(param_groups: list[dict[str, Any]], state_dict: dict[str, Any], strict: bool) -> Plan:
+def plan_load(
+    make: Callable[..., Any],
+    defaults: dict[str, Any],
+    param_groups: list[dict[str, Any]],
+    state_dict: dict[str, Any],
+    strict: bool,
+) -> Plan:
     """Which state and which options go where. StateMismatch where that cannot be said."""
     saved_groups, states = _parts(state_dict)
+    foreign = _foreign(
+        make, {**defaults, **{key: 0 for group in param_groups for key in group}}, saved_groups
+    )
+    if strict and foreign:
+        raise StateMismatch(
+            f"the state has the options {', '.join(foreign)}, which {name_of_class(make)} does not have: it was saved by another optimizer "
+            f"class, or another version of it. Nothing has been loaded. load_state_dict(state, strict=False) leaves them out"
+        )
+    saved_groups = [
+        {key: value for key, value in group.items() if key not in foreign} for group in saved_groups
+    ]
     home: dict[str, int] = {
         name: number for number, group in enumerate(saved_groups) for name in group["params"]
     }
@@ -72,6 +93,32 @@ def plan_load(param_groups: list[dict[str, Any]], state_dict: dict[str, Any], st
         {name: state for name, state in states.items() if name in set(ours)},
         set(missing),
     )
+
+
+OF_SCHEDULES = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
+"""What torch's schedulers keep in groups."""
+
+
+def _foreign(make: Callable[..., Any], known: Iterable[str], saved: list[dict[str, Any]]) -> list[str]:
+    """The saved options that the class does not have.
+
+    A class that is not torch's may add options to its groups as it goes: there only those of torch's classes are known not to be its own.
+    """
+    known = {*known, *OF_SCHEDULES}
+    found = dict.fromkeys(key for group in saved for key in options_of(group) if key not in known)
+    is_torchs = getattr(make, "__module__", "").startswith("torch.optim")
+    return [key for key in found if is_torchs or key in _options_of_torch()]
+
+
+@functools.cache
+def _options_of_torch() -> frozenset[str]:
+    classes = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
+    found = {name for kind in classes for name in inspect.signature(kind).parameters}
+    return frozenset(found - {"params", "defaults", "args", "kwargs"})
+
+
+def name_of_class(make: Callable[..., Any]) -> str:
+    return getattr(make, "__name__", repr(make))
 
 
 def share(

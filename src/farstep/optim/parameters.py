@@ -1,4 +1,4 @@
-"""The parameters of a remote module, found in one call."""
+"""The parameters of a module, found in one call where it is remote."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ __all__ = ["parameter_rrefs"]
 
 
 def parameter_rrefs(
-    module_rref: RRef[Any] | RemoteModule, prefix: str = "", recurse: bool = True
+    module_rref: RRef[Any] | RemoteModule | nn.Module, prefix: str = "", recurse: bool = True
 ) -> list[tuple[str, RRef[nn.Parameter]]]:
-    """(name, reference) of every parameter of a module, which may be on any worker.
+    """(name, reference) of every parameter of a module: behind an RRef on any worker, a RemoteModule, or one here.
 
     The names are those of `named_parameters(prefix)`. Give each module a prefix of its own where several go into one optimizer.
     """
     rref = module_rref.module_rref if isinstance(module_rref, RemoteModule) else module_rref
+    if isinstance(rref, nn.Module):
+        return _references(rref, prefix, recurse)
     if not isinstance(rref, RRef):
         raise TypeError(
-            f"parameter_rrefs wants an RRef to a module, or a RemoteModule, not {type(rref).__name__}"
+            f"parameter_rrefs wants a module, an RRef to one, or a RemoteModule, not {type(rref).__name__}"
         )
     found: list[tuple[str, RRef[nn.Parameter]]] = rref._agent.call_sync(
         rref.owner(), _named_parameters, (rref, prefix, recurse), {}, UNSET_RPC_TIMEOUT
@@ -37,4 +39,8 @@ def _named_parameters(rref: RRef[Any], prefix: str, recurse: bool) -> list[tuple
         raise TypeError(
             f"parameter_rrefs wants a reference to a torch.nn.Module, and this one is to a {type(module).__name__}"
         )
+    return _references(module, prefix, recurse)
+
+
+def _references(module: nn.Module, prefix: str, recurse: bool) -> list[tuple[str, RRef[nn.Parameter]]]:
     return [(name, RRef(parameter)) for name, parameter in module.named_parameters(prefix, recurse)]
