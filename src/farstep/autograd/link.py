@@ -91,6 +91,7 @@ class Link:
         if not peer.is_self:
             with context.lock:
                 context.workers.add(peer.id)
+                context.handed_over.clear()  # through this peer any of them may have a part in it again
         return self._attach(context, peer, packed, torch.is_grad_enabled())
 
     def answering(self, message: Message, packed: Packed) -> Extra | None:

@@ -6,13 +6,13 @@ The choice is made for each group, and is not seen in the `param_groups` of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-__all__ = ["choose", "fitting", "only_what_fused_takes"]
+__all__ = ["choose", "fitting", "is_torchs", "only_what_fused_takes"]
 
 FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 SMALL = 4096
@@ -20,10 +20,18 @@ SMALL = 4096
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def choose(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, bool]:
-    """What to set in a group. Nothing for classes that are not torch's own, or where the user has decided."""
+def choose(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    state: Mapping[torch.Tensor, Mapping[str, Any]] | None = None,
+) -> dict[str, bool]:
+    """What to set in a group. Nothing for classes that are not torch's own, or where the user has decided.
+
+    `state` is what the optimizer will have; without it, what it has.
+    """
     kind = type(optimizer)
-    if not kind.__module__.startswith("torch.optim") or group.get("differentiable"):
+    state = optimizer.state if state is None else state
+    if not is_torchs(optimizer) or group.get("differentiable"):
         return {}
     if group.get("fused") is not None or group.get("foreach") is not None:
         return {}
@@ -35,6 +43,7 @@ def choose(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str,
         and kind.__name__ in FUSED
         and torch.get_default_dtype() is not torch.float64  # the step's count would have the wrong type
         and all(p.is_floating_point() and _is_dense(p) for p in params)
+        and all(_is_alike(p, value) for p in params for value in state.get(p, {}).values())
     ):
         return {"fused": True}
     if (
@@ -54,8 +63,26 @@ def _is_dense(parameter: torch.Tensor) -> bool:
     )
 
 
+def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its class is one of torch's own, of which is known what they do."""
+    return type(optimizer).__module__.startswith("torch.optim")
+
+
+def _is_alike(parameter: torch.Tensor, value: Any) -> bool:
+    """A number, or laid out like the parameter: fused updates go through memory, and believe that everything is."""
+    return (
+        not isinstance(value, torch.Tensor)
+        or (value.dim() == 0 and value.numel() == 1 and parameter.dim() > 0)
+        or (value.shape == parameter.shape and value.stride() == parameter.stride())
+    )
+
+
 def fitting(gradient: torch.Tensor, shadow: torch.Tensor) -> torch.Tensor:
     """The gradient laid out like the parameter, as `.grad` always is: fused updates go through memory, whatever the strides."""
+    if gradient.shape != shadow.shape:
+        raise ValueError(
+            f"the gradient in the context has shape {tuple(gradient.shape)}, and its parameter has {tuple(shadow.shape)} by now"
+        )
     if gradient.requires_grad:
         gradient = gradient.detach()
     if gradient.layout is not torch.strided or gradient.stride() == shadow.stride():
