@@ -121,7 +121,7 @@ class StepError(OptimError):
 
 
 class StateMismatch(OptimError, ValueError):
-    """A state that is to be loaded has other names, shapes or groups than the optimizer. Nothing has been changed."""
+    """A state that is to be loaded has other names, shapes, options or groups than the optimizer. Nothing has been changed."""
 
 
 class RpcError(FarstepError):
