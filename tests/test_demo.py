@@ -199,7 +199,7 @@ def test_without_matplotlib_it_says_how_to_get_the_png(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     display, _, out = shown()
     show._leave(display, tmp_path)
-    assert "pip install 'farstep[plot]'" in out.getvalue()
+    assert "pip install matplotlib" in out.getvalue()
     assert not (tmp_path / "loss.png").exists()
 
 
@@ -225,3 +225,16 @@ def test_any_values_make_a_plot_of_the_size_that_was_asked_for(values):
     lines = plot(values, width=50, height=4)
     assert len(lines) == 6
     assert max(map(len, lines)) <= 50
+
+
+def test_a_picture_that_cannot_be_written_is_said_and_counts(tmp_path):
+    pytest.importorskip("matplotlib")
+    display, _, out = shown()
+    (tmp_path / show.PICTURE_FILE).mkdir()
+    assert show._leave(display, tmp_path) == 1
+    assert "cannot be written" in out.getvalue()
+
+
+@pytest.mark.parametrize("width", [1, 5, 20])
+def test_a_plot_in_a_terminal_that_is_too_narrow(width):
+    assert plot([1.0, 2.0, 3.0], width=width)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -38,6 +39,7 @@ examples:
 
 For several machines use torchrun, and set FARSTEP_SECRET to the same value on each.
 """
+MOST_STEPS = 1_000_000
 DEMO_STEPS = 1200  # about a minute on two cores
 DEMO = """\
 Starts three worker processes on this machine and trains a small transformer over letters whose parts live on all
@@ -53,15 +55,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     if args.command == "demo":
-        from farstep.demo import run_demo
-
-        if args.steps < 1:
-            parser.error(f"--steps must be at least 1, not {args.steps}")
-        return run_demo(args.steps, Path(args.out))
+        if not 1 <= args.steps <= MOST_STEPS:
+            parser.error(f"demo: --steps is a number from 1 to {MOST_STEPS:,}, not {args.steps}")
+        return _demo(args.steps, Path(args.out))
     if args.command == "run":
         return _run(parser, args)
     parser.print_help()
     return 0
+
+
+def _demo(steps: int, folder: Path) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # not every terminal has all the letters
+    try:
+        from farstep.demo import run_demo  # this takes a while, too
+    except KeyboardInterrupt:
+        print("interrupted before it began", file=sys.stderr)
+        return 130
+    return run_demo(steps, folder)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -102,7 +114,7 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     from farstep.launch.script import run_script
 
     if args.workers < 1:
-        parser.error(f"-n must be at least 1, not {args.workers}")
+        parser.error(f"run: -n must be at least 1, not {args.workers}")
     if not os.path.isfile(args.script):
         parser.error(f"there is no script {args.script!r}; give the path of a Python file")
     width = len(str(args.workers - 1))

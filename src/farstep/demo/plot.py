@@ -12,12 +12,13 @@ __all__ = ["plot"]
 BLANK: Final = 0x2800
 DOTS: Final = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """The bit of a dot in a Braille letter, by its column and row."""
+NARROWEST: Final = 8
 
 
 def plot(
     values: Sequence[float], *, width: int = 60, height: int = 8, count: int = 0, unit: str = "step"
 ) -> list[str]:
-    """Lines of text, each at most `width` long, that show the values from left to right.
+    """Lines of text, each at most `width` long if that is not too narrow for anything, that show the values from left to right.
 
     `count` is how many values the width stands for, if more are still to come. Each column of dots shows the mean of the values that
     fall into it; values that are not finite are left out.
@@ -31,7 +32,7 @@ def plot(
     if height > 2:
         rows[height // 2] = high - (high - low) * (height // 2) / (height - 1)
     margin = max(len(f"{value:.2f}") for value in rows.values())
-    columns = width - margin - 2
+    columns = max(NARROWEST, width - margin - 2)
     grid = [[BLANK] * columns for _ in range(height)]
     before: int | None = None
     for x, y in _curve(_dots(values, count, columns * 2, height * 4, low, high)):

@@ -58,18 +58,21 @@ def run_demo(steps: int, folder: Path) -> int:
         display.fail(exc)
         return 1
     code = display.finish()
-    _leave(display, folder)
-    return code
+    return _leave(display, folder) or code
 
 
-def _leave(display: Display, folder: Path) -> None:
-    """Draw the picture, and say what is in the folder."""
+def _leave(display: Display, folder: Path) -> int:
+    """Draw the picture, and say what is in the folder. Returns 1 where it cannot be written."""
     train, alone = display.acts["train"], display.acts["alone"]
     display.say(f"In {folder}/ are")
     display.say(f"  {STATE_FILE}   weights, optimizer and schedule; load it with torch.load")
     try:
         draw_curves(folder / PICTURE_FILE, train.losses, alone.losses, [s.step.rate for s in train.taken])
     except ImportError:
-        display.say(f"  and not {PICTURE_FILE}, for which pip install 'farstep[plot]' is needed")
+        display.say(f"  and not {PICTURE_FILE}, for which matplotlib is needed: pip install matplotlib")
+    except OSError as exc:
+        display.say(f"  and not {PICTURE_FILE}, which cannot be written: {exc}")
+        return 1
     else:
         display.say(f"  {PICTURE_FILE}   the loss of both trainings, and the learning rate")
+    return 0
