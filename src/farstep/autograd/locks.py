@@ -62,7 +62,7 @@ def held(
     taken: list[tuple[ParameterLock, str]] = []
     try:
         for each in locks:
-            left = max(0.0, deadline - time.monotonic()) if timeout_s else -1
+            left = min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX) if timeout_s else -1
             if not each.lock.acquire(timeout=left):
                 raise raises(
                     f"{who} has waited {timeout_s:g} s for its parameters, on which {each.holder or 'another thread'} is still "

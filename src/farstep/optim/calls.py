@@ -107,5 +107,9 @@ def _fetched(given: dict[str, Any], timeout_s: float) -> states.States:
     return found
 
 
+def _abandon(id: int) -> None:
+    states.abandon(find_local(id, current_agent()))
+
+
 def _commit(id: int, timeout_s: float) -> None:
     states.commit(find_local(id, current_agent()), timeout_s)

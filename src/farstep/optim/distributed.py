@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import is_not
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -41,8 +43,12 @@ class Owner:
     id: int
     names: dict[int, list[str]]
     """Group number -> its parameters there."""
-    told: dict[int, dict[str, Any]]
-    """Group number -> options as the owner has them."""
+    told: dict[int, dict[str, Any] | None]
+    """Group number -> options as the owner has them; None where a message may or may not have reached it."""
+
+    def forget(self) -> None:
+        """Something went wrong: it is told everything anew."""
+        self.told = dict.fromkeys(self.told)
 
 
 class DistributedOptimizer(Optimizer):
@@ -79,6 +85,8 @@ class DistributedOptimizer(Optimizer):
         self._placed: list[Group] | None = None
         """The groups that the owners know. None while this is being made."""
         self._has_warned = False
+        self._changing = threading.RLock()
+        """Held while groups are added or a state is loaded: each is several messages."""
         defaults, options = self._create(_by_owner(enumerate(groups)))
         # What every optimizer has; the groups are known better here.
         super().__init__([{"params": []}], defaults)
@@ -97,17 +105,20 @@ class DistributedOptimizer(Optimizer):
         options: dict[int, dict[str, Any]] = {}
         for owner, (rref, id, theirs, shares) in outcome.results.items():
             names = {number: share for number, share, _, _ in specs[owner]}
-            self._owners[owner] = Owner(owner, rref, id, names, shares)
+            self._owners[owner] = Owner(owner, rref, id, names, dict(shares))
             defaults = theirs
             options |= shares
         return defaults, options
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group: "params" as in the constructor, and options. Either all owners take it, or none does."""
-        if self._placed is None:
-            return
-        number = len(self._placed)
-        group = parse_group(param_group, [name for placed in self._placed for name in placed.names])
+        if self._placed is not None:
+            with self._changing:
+                self._place(param_group, self._placed)
+
+    def _place(self, param_group: dict[str, Any], placed: list[Group]) -> None:
+        number = len(placed)
+        group = parse_group(param_group, [name for each in placed for name in each.names])
         self._refuse_known(group)
         specs = _by_owner([(number, group)])
         old = {owner: each[0] for owner, each in specs.items() if owner in self._owners}
@@ -118,14 +129,14 @@ class DistributedOptimizer(Optimizer):
         except BaseException:
             self._remove(list(old), number)
             raise
-        self._placed.append(group)
+        placed.append(group)
         self.param_groups.append(_as_group(group, options))
 
     def _add(self, specs: Mapping[WorkerInfo, Spec]) -> dict[str, Any]:
         outcome = self._ask(calls._add_group, {o: (self._owners[o].id, spec) for o, spec in specs.items()})
         number = next(iter(specs.values()))[0]
         if outcome.errors:
-            self._remove(list(outcome.results), number)
+            self._remove(list(specs), number)  # one that did not answer in time may have it
             raise named_error(outcome, "did not take the group")
         options: dict[str, Any] = {}
         for owner, options in outcome.results.items():
@@ -178,7 +189,9 @@ class DistributedOptimizer(Optimizer):
         }
         outcome = ask_owners(self._agent, calls._step, args, seconds)
         for owner in outcome.results:
-            self._owners[owner].told = told[owner]
+            self._owners[owner].told = dict(told[owner])
+        for owner in outcome.errors:
+            self._owners[owner].forget()
         if close:
             handed = {
                 owner.id: set(below) for owner, (_, below) in outcome.results.items() if below is not None
@@ -216,14 +229,18 @@ class DistributedOptimizer(Optimizer):
         An option that has not changed keeps the copy that it has, so that a step with nothing new copies nothing.
         """
         placed = self._placed or []
-        if [len(group["params"]) for group in self.param_groups] != [len(group.rrefs) for group in placed]:
+        if len(self.param_groups) != len(placed) or any(
+            len(group["params"]) != len(known.rrefs) or any(map(is_not, group["params"], known.rrefs))
+            for group, known in zip(self.param_groups, placed, strict=True)
+        ):
             raise OptimError(_GROUPS_HELP)
         copies: dict[tuple[int, str], Any] = {}
         result: dict[WorkerInfo, dict[int, dict[str, Any]]] = {}
         for info, owner in self._owners.items():
             mine: dict[int, dict[str, Any]] = {}
-            for number, before in owner.told.items():
+            for number, known in owner.told.items():
                 now = {}
+                before = known or {}
                 for key, value in options_of(self.param_groups[number]).items():
                     if key in before and not differ(value, before[key]):
                         now[key] = before[key]
@@ -312,6 +329,10 @@ class DistributedOptimizer(Optimizer):
         `strict`: the names must be the same, and the options must be some that the class has. Otherwise parameters that are missing keep their
         state, and what is not known here is left out. Options that are missing keep their value in any case. Everything is checked on all owners before anything is changed; where something does not fit, nothing is.
         """
+        with self._changing:
+            self._load(state_dict, strict, timeout)
+
+    def _load(self, state_dict: dict[str, Any], strict: bool, timeout: float) -> None:
         state_dict = adapters.run_load_state_dict_pre_hooks(self, state_dict)
         seconds = self._agent.effective_timeout(timeout)
         plan = named.plan_load(self._make[0], self.defaults, self.param_groups, state_dict, strict)
@@ -320,6 +341,7 @@ class DistributedOptimizer(Optimizer):
         }
         outcome = self._ask(calls._prepare, args, timeout)
         if outcome.errors:
+            self._ask(calls._abandon, {owner: (self._owners[owner].id,) for owner in outcome.results})
             raise named_error(outcome, "cannot load the state; nothing has been changed")
         outcome = self._ask(
             calls._commit, {o: (owner.id, seconds) for o, owner in self._owners.items()}, timeout
@@ -328,6 +350,8 @@ class DistributedOptimizer(Optimizer):
             self._owners[info].told = {
                 number: copied(plan.options[number]) for number in self._owners[info].told
             }
+        for info in outcome.errors:
+            self._owners[info].forget()
         for group, options in zip(self.param_groups, plan.options, strict=True):
             group.update(copied(options))
         if outcome.errors:
@@ -408,10 +432,13 @@ def _as_group(group: Group, options: dict[str, Any]) -> dict[str, Any]:
     return {"params": list(group.rrefs), "param_names": group.names, **own}
 
 
-def _changes(before: dict[int, dict[str, Any]], now: dict[int, dict[str, Any]]) -> Changes | None:
+def _changes(before: dict[int, dict[str, Any] | None], now: dict[int, dict[str, Any]]) -> Changes | None:
     changes: Changes = {}
     for number, options in now.items():
         old = before[number]
+        if old is None:
+            changes[number] = options, None
+            continue
         new = {key: value for key, value in options.items() if key not in old or old[key] is not value}
         gone = [key for key in old if key not in options]
         if new or gone:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import secrets
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from farstep.autograd.link import link_of
 from farstep.autograd.locks import ParameterLocks, held
 from farstep.errors import OptimError
 from farstep.optim import fast
-from farstep.optim.groups import copied, differ, options_of
+from farstep.optim.groups import NOT_OPTIONS, copied, differ, options_of
 from farstep.optim.shadow import follow, give_back, shadow_of
 from farstep.rpc.rref import RRef, local_value_of
 
@@ -28,13 +29,13 @@ __all__ = ["Changes", "LocalOptimizer", "Spec", "find_local", "step_locks"]
 
 Spec = tuple[int, list[str], list[RRef[Any]], dict[str, Any]]
 """This owner's share of a group: the group's number, names, references, and the options that the user gave."""
-Changes = dict[int, tuple[dict[str, Any], list[str]]]
-"""Group number -> options that are new or have changed, and those that are gone."""
+Changes = dict[int, tuple[dict[str, Any], list[str] | None]]
+"""Group number -> options that are new or have changed, and those that are gone; None: all others are."""
 
 step_locks = ParameterLocks()
-_ids = itertools.count(1)
 _all: weakref.WeakValueDictionary[int, LocalOptimizer] = weakref.WeakValueDictionary()
-"""A step names its optimizer by number: that costs nothing to send. What keeps the optimizer is the reference of whoever made it."""
+"""A step names its optimizer by number: that costs nothing to send. Nobody but whoever made it knows the number, or can guess it; and
+what keeps the optimizer is their reference."""
 
 
 def find_local(id: int, agent: Agent) -> LocalOptimizer:
@@ -92,10 +93,17 @@ class LocalOptimizer:
                 f"{make!r} made a {type(self.optimizer).__name__}, and not a torch.optim.Optimizer"
             )
         _refuse_closures(type(self.optimizer))
+        made = [[id(p) for p in group["params"]] for group in self.optimizer.param_groups]
+        if made != [[id(m.shadow) for m in members] for members in self.members]:
+            raise OptimError(
+                f"{getattr(make, '__name__', make)} has put the parameters into groups, or an order, of its own, so that neither options nor "
+                f"state could be told apart. Give the groups to DistributedOptimizer: [{{'params': ..., 'lr': ...}}, ...]"
+            )
+        self._copies_gradients = not fast.is_torchs(self.optimizer)
         self.pending: tuple[Optimizer, list[dict[str, bool]], dict[int, dict[str, Any]]] | None = None
         """What `prepare` has loaded and `commit` will put in place."""
         self._settle()
-        self.id = next(_ids)
+        self.id = secrets.randbits(62)
         _all[self.id] = self
 
     @property
@@ -106,37 +114,39 @@ class LocalOptimizer:
 
     def add_group(self, spec: Spec) -> None:
         number, names, rrefs, options = spec
-        self._take(number, names, rrefs)
-        try:
-            shadows = [m.shadow for m in self.members[-1]]
-            self.optimizer.add_param_group({"params": shadows, **options})
-        except BaseException:
-            self.numbers.pop()
-            self.members.pop()
-            raise
-        self._settle()
+        with self.locked("adding a group to", self.agent.rpc_timeout):
+            self._take(number, names, rrefs)
+            try:
+                shadows = [m.shadow for m in self.members[-1]]
+                self.optimizer.add_param_group({"params": shadows, **options})
+            except BaseException:
+                self.numbers.pop()
+                self.members.pop()
+                raise
+            self._settle()
 
     def remove_group(self, number: int) -> None:
-        """Undo the last `add_group`, since another owner could not do it."""
-        if self.numbers[-1] == number:
-            self.numbers.pop()
-            self.members.pop()
-            self.optimizer.param_groups.pop()
-            self.chosen.pop()
-            del self.options[number]
-            self._settle()
+        """Undo the last `add_group`, since another owner could not do it, or this one did not answer in time."""
+        with self.locked("removing a group from", self.agent.rpc_timeout):
+            if self.numbers and self.numbers[-1] == number:
+                self.numbers.pop()
+                self.members.pop()
+                self.optimizer.param_groups.pop()
+                self.chosen.pop()
+                del self.options[number]
+                self._settle()
 
     def _take(self, number: int, names: list[str], rrefs: list[RRef[Any]]) -> None:
         known = {id(m.parameter): m.name for m in itertools.chain.from_iterable(self.members)}
         members = []
         for name, rref in zip(names, rrefs, strict=True):
             parameter = self._checked(name, local_value_of(rref))
-            other = known.setdefault(id(parameter), name)
-            if other != name:
+            if id(parameter) in known:
                 raise ValueError(
-                    f"{other!r} and {name!r} are the same parameter on worker {self.agent.info.name!r}: some parameters appear "
-                    f"more than once; a parameter can be given only once"
+                    f"{known[id(parameter)]!r} and {name!r} are the same parameter on worker {self.agent.info.name!r}: some parameters "
+                    f"appear more than once; a parameter can be given only once"
                 )
+            known[id(parameter)] = name
             members.append(Member(name, parameter, shadow_of(parameter, self._consistency)))
         self.numbers.append(number)
         self.members.append(members)
@@ -175,6 +185,10 @@ class LocalOptimizer:
 
     def change(self, changes: Changes) -> None:
         for number, (new, gone) in changes.items():
+            if number not in self.numbers or new.keys() & set(NOT_OPTIONS):
+                raise OptimError(f"{self.where} has been told of options that it cannot have")
+            if gone is None:
+                gone = [key for key in self.options[number] if key not in new]
             position = self.numbers.index(number)
             group = self.optimizer.param_groups[position]
             for key in self.chosen[position]:
@@ -216,7 +230,10 @@ class LocalOptimizer:
                             if follow(member.shadow, member.parameter):
                                 self._choose(position)
                             given.append(member)
-                            member.shadow.grad = fast.fitting(gradient, member.shadow)
+                            fitting = fast.fitting(gradient, member.shadow)
+                            if fitting is gradient and self._copies_gradients:
+                                fitting = gradient.clone()  # who knows what the class does to it
+                            member.shadow.grad = fitting
                 with fast.only_what_fused_takes(self.optimizer):
                     self.optimizer.step()
                 if self._consistency == "strict":

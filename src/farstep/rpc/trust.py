@@ -70,7 +70,7 @@ _OWN: Final = frozenset(
     }
     | {
         ("farstep.optim.calls", f"_{name}")
-        for name in ("state", "state_rrefs", "states_of", "prepare", "commit")
+        for name in ("state", "state_rrefs", "states_of", "prepare", "abandon", "commit")
     }
     | {("farstep.optim.parameters", "_named_parameters")}
     | {
