@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from rpc.conftest import pytest_runtest_makereport, start_workers, workers
-from support.workers import eventually
+from support.workers import eventually, speaking_for
 
 from farstep import rpc
 from farstep.rpc import Agent, RpcOptions
-from farstep.rpc.current import serving
 
-__all__ = ["pytest_runtest_makereport", "start_workers", "workers"]
+__all__ = ["pytest_runtest_makereport", "speaking_for", "start_workers", "workers"]
 
 OPTIONS = RpcOptions(rpc_timeout=20)
 Agents = Callable[[int], list[Agent]]
@@ -40,16 +39,6 @@ def three(agents_of: Agents) -> Iterator[list[Agent]]:
     with speaking_for(agents[0]):
         yield agents
     nothing_left_on(agents)
-
-
-@contextlib.contextmanager
-def speaking_for(agent: Agent) -> Iterator[None]:
-    """The module-level functions mean this agent, on this thread."""
-    token = serving.set(agent)
-    try:
-        yield
-    finally:
-        serving.reset(token)
 
 
 def contexts_on(agents: list[Agent]) -> dict[str, list[int]]:

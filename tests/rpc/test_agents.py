@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -10,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.workers import bounded, eventually, multiprocess, results
+from support.workers import bounded, eventually, multiprocess, results, speaking_for
 
 from farstep import rpc
 from farstep.errors import NotInitialized, RpcTimeout, UnknownWorker
 from farstep.rpc import Agent, RpcOptions, functions
-from farstep.rpc.current import serving
 
 TIMEOUT_S = 30.0
 
@@ -39,15 +37,6 @@ def call_async(
 def threads_of(agents: list[Agent]) -> int:
     names = tuple(f"farstep-{a.info.name}" for a in agents)
     return sum(t.name.startswith(names) for t in threading.enumerate())
-
-
-@contextlib.contextmanager
-def speaking_for(agent: Agent) -> Iterator[None]:
-    token = serving.set(agent)
-    try:
-        yield
-    finally:
-        serving.reset(token)
 
 
 def increment(x: int) -> int:

@@ -28,8 +28,20 @@ from typing import Any
 import torch
 
 from farstep import rpc
+from farstep.rpc import Agent
+from farstep.rpc.current import serving
 
-__all__ = ["Group", "Pending", "Worker", "WorkerFailed", "bounded", "eventually", "multiprocess", "results"]
+__all__ = [
+    "Group",
+    "Pending",
+    "Worker",
+    "WorkerFailed",
+    "bounded",
+    "eventually",
+    "multiprocess",
+    "results",
+    "speaking_for",
+]
 
 PATIENCE_S = 30.0
 _context = multiprocessing.get_context("forkserver")
@@ -49,6 +61,16 @@ def eventually(condition: Callable[[], Any], what: str = "it", timeout_s: float 
         time.sleep(pause)
         pause = min(pause * 1.5, 0.05)
     return value
+
+
+@contextlib.contextmanager
+def speaking_for(agent: Agent) -> Iterator[None]:
+    """The module-level functions mean this agent, on this thread."""
+    token = serving.set(agent)
+    try:
+        yield
+    finally:
+        serving.reset(token)
 
 
 def bounded(function: Callable[..., Any], *args: Any, timeout_s: float = PATIENCE_S) -> Any:
