@@ -225,8 +225,8 @@ def meaning(rows: Sequence[Row], facts: Facts, verdicts: dict[str, str]) -> list
     return [
         summary,
         f"Above 1, `times faster` is in favour of {facts.subject}: it is the median over the rounds of "
-        f"{facts.baseline}'s time divided by its own. Where `min to max` reaches across 1 there is no "
-        "difference to speak of.",
+        f"{facts.baseline}'s time divided by its own. So it need not be the quotient of the two times beside it, which are "
+        "medians by themselves. Where `min to max` reaches across 1 there is no difference to speak of.",
         "All workers share one machine, so nothing here tells of a network. With more workers than cores, "
         "the rows of large groups show the cost of idle workers more than that of a call. The 64 MiB rows "
         "are warm: a process's first such calls, which take fresh memory, are slower and are not counted. An "
