@@ -233,26 +233,26 @@ def test_a_failed_step_does_not_close(three):
 
 def test_a_constructor_that_fails_leaves_nothing_behind(three):
     gc.collect()
-    before = len(local_optimizers)
+    before = set(local_optimizers)  # those of earlier tests may be on their way out
     spread = Spread([0, 1, 2], [(3,), (2,), (4,)])
     with pytest.raises(ValueError, match="cannot be made here") as caught:
         DistributedOptimizer(Unmakeable, spread.rrefs)
     assert caught.value.__notes__ == ["worker 'worker1' could not make its part"]
     del caught
-    assert eventually(lambda: gc.collect() >= 0 and len(local_optimizers) == before)
+    assert eventually(lambda: gc.collect() >= 0 and set(local_optimizers) <= before)
 
 
 def test_nothing_is_left_when_the_optimizer_is_gone(three):
     gc.collect()
-    before = len(local_optimizers)
+    before = set(local_optimizers)  # those of earlier tests may be on their way out
     spread = Spread([0, 1, 2])
     optimizer = DistributedOptimizer(optim.Adam, spread.rrefs, lr=0.1)
     spread.step(optimizer)
     state = optimizer.state_dict(sharded=True)
     kept = weakref.ref(state["state"]["1"])
-    assert len(local_optimizers) == before + 3
+    assert len(set(local_optimizers) - before) == 3
     del optimizer, state
-    assert eventually(lambda: gc.collect() >= 0 and len(local_optimizers) == before)
+    assert eventually(lambda: gc.collect() >= 0 and set(local_optimizers) <= before)
     assert kept() is None
 
 
