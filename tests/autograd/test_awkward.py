@@ -14,6 +14,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from farstep import autograd, rpc
+from farstep.autograd.passes import ROOTS, Settings
+from farstep.autograd.tracker import Report, Tracker
 from farstep.errors import AutogradError
 from farstep.rpc import Agent
 from farstep.rpc.message import EMPTY
@@ -321,6 +323,19 @@ def test_a_report_in_anothers_name_ends_nothing(three: list[Agent]) -> None:
         gate.open.set()
         bounded(waiting.wait)
         assert x in autograd.get_gradients(context_id)
+
+
+@pytest.mark.parametrize("forged_first", [True, False])
+def test_only_whom_a_key_was_passed_on_to_has_dealt_with_it(forged_first: bool) -> None:
+    """Whichever word comes first."""
+    tracker = Tracker(Settings((0, 1), 5), me=0, name_of=str)
+    forged, passed_on = Report(2, [7], []), Report(0, [ROOTS], [(7, 1)], is_blocked=False, number=1)
+    for report in (forged, passed_on) if forged_first else (passed_on, forged):
+        tracker.report(report)
+    assert not tracker.is_over
+    tracker.report(Report(1, [7], [], is_blocked=False, number=1))
+    assert tracker.is_over
+    assert tracker.error is None
 
 
 def test_hooks_registered_on_the_node_still_run() -> None:

@@ -60,7 +60,8 @@ class Tracker:
         self._lock = threading.Lock()
         self._phase = Phase.FLOWING
         self._outstanding: dict[Key, int] = {ROOTS: me}
-        self._early: dict[Key, int] = {}
+        self._early: dict[Key, set[int]] = {}
+        """Keys that workers have dealt with, before there was word that they had been passed on."""
         self._blocked: dict[int, tuple[int, bool]] = {}
         self._heard_at = time.monotonic()
         self._over = threading.Lock()
@@ -82,14 +83,12 @@ class Tracker:
                 self._blocked[report.worker] = (report.number, report.is_blocked)
             for key in report.done:  # only by whom it was passed on to
                 if key not in self._outstanding:
-                    self._early[key] = report.worker
+                    self._early.setdefault(key, set()).add(report.worker)
                 elif self._outstanding[key] == report.worker:
                     del self._outstanding[key]
             for key, worker in report.passed_on:
                 self.participants.add(worker)
-                if self._early.get(key) == worker:
-                    del self._early[key]
-                else:
+                if worker not in self._early.pop(key, ()):
                     self._outstanding[key] = worker
             return [] if self._outstanding or self._early else self._at_rest()
 
