@@ -2,8 +2,9 @@
 
 The engine cannot be told to run a node and stop behind it, if it may not also run what is behind: see engine.py. Everything here that
 looks inside torch is in this file: that a node can be called, that `_input_metadata` knows the tensors it was made for,
-whether the engine is at work on this thread, and where the engine is that `torch.autograd.grad` calls. The last is for speed alone: before a small graph is run, the checks in Python take
-longer than the run, and the engine makes them again. Where a torch has no such place, the public function serves.
+whether the engine is at work on this thread, and where the engine is that `torch.autograd.grad` calls. The last is for speed alone:
+before a small graph is run, the checks in Python take longer than the run, and the engine makes them again. Where a torch has no
+such place, the public function serves.
 """
 
 from __future__ import annotations

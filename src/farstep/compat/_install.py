@@ -60,9 +60,8 @@ def install() -> None:
         sys.modules[name] = ours
         parent, _, child = name.rpartition(".")
         home = _REPLACED.get(parent) or sys.modules.get(parent)
-        if (
-            home is not None
-        ):  # torch.distributed.optim takes long to import; whoever does so later finds ours in sys.modules
+        # torch.distributed.optim takes long to import; whoever does so later finds ours in sys.modules.
+        if home is not None:
             setattr(home, child, ours)
     # Torch's own can only learn of a failed Python call when every other call has ended; its RPC could at once.
     swap[id(torch.futures.collect_all)] = futures.collect_all

@@ -171,9 +171,8 @@ class DistributedOptimizer(Optimizer):
         """
         link = link_of(self._agent)
         context = self._context(context_id, "step")
-        close = (
-            close and context.opener == self._agent.info.id
-        )  # others' ends are not this worker's to bring about
+        # Another worker's context is not this one's to bring to an end.
+        close = close and context.opener == self._agent.info.id
         seconds = self._agent.effective_timeout(timeout)
         told = self._told()
         args = {

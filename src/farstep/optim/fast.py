@@ -72,7 +72,7 @@ def _is_alike(parameter: torch.Tensor, value: Any) -> bool:
     """A number, or laid out like the parameter: fused updates go through memory, and believe that everything is."""
     return (
         not isinstance(value, torch.Tensor)
-        or (value.dim() == 0 and value.numel() == 1 and parameter.dim() > 0)
+        or value.dim() == 0
         or (value.shape == parameter.shape and value.stride() == parameter.stride())
     )
 

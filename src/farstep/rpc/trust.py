@@ -66,11 +66,10 @@ _OWN: Final = frozenset(
     }
     | {
         ("farstep.optim.calls", f"_{name}")
-        for name in ("create", "add_group", "remove_group", "step", "norms", "scale", "clamp")
-    }
-    | {
-        ("farstep.optim.calls", f"_{name}")
-        for name in ("state", "state_rrefs", "states_of", "prepare", "abandon", "commit")
+        for name in (
+            *("create", "add_group", "remove_group", "step", "norms", "scale", "clamp"),
+            *("state", "state_rrefs", "states_of", "prepare", "abandon", "commit"),
+        )
     }
     | {("farstep.optim.parameters", "_named_parameters")}
     | {
