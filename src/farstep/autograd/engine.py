@@ -13,7 +13,10 @@ of its gradient, after its hooks, as any node does. Every node runs once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -54,7 +57,9 @@ class Rules:
 
 def takes_parts(node: Any, reduced: dict[torch.Tensor, int]) -> bool:
     """Whether it does not matter when gradient arrives there: a leaf that nobody watches is a sum."""
-    return type(node) is ACCUMULATE and node.variable not in reduced and not leaves.has_hooks(node)
+    return (
+        type(node) is ACCUMULATE and not (reduced and node.variable in reduced) and not leaves.has_hooks(node)
+    )
 
 
 def run(nodes: list[Node], parts: Parts, rules: Rules, *, may_have_border: bool = True) -> Outcome:
@@ -62,12 +67,14 @@ def run(nodes: list[Node], parts: Parts, rules: Rules, *, may_have_border: bool 
     outcome = Outcome()
     left: list[Any] = nodes
     if not may_have_border:
-        _run_layer(left, [], parts, rules, outcome)
+        _run_layer(left, [], list(parts), parts, rules, outcome)
         return outcome
     members: set[Any] = set(nodes)
     while left:
         layer, ferries, left = _first_layer(left, members)
-        _run_layer(layer, ferries, parts, rules, outcome)
+        inside = set(layer) if left or ferries else members
+        starts = [place for place in parts if place[0] in inside]
+        _run_layer(layer, ferries, starts, parts, rules, outcome)
     return outcome
 
 
@@ -101,40 +108,55 @@ def _first_layer(nodes: list[Any], members: set[Any]) -> tuple[list[Any], list[A
     return layer, [node for node in layer if node in ferries], [node for node in nodes if node in lower]
 
 
-def _run_layer(layer: list[Any], ferries: list[Any], parts: Parts, rules: Rules, outcome: Outcome) -> None:
-    members = set(layer)
-    starts = [place for place in parts if place[0] in members]
+def _run_layer(
+    layer: list[Any], ferries: list[Any], starts: list[Place], parts: Parts, rules: Rules, outcome: Outcome
+) -> None:
     gradients = [parts.pop(place) for place in starts]
-    recvs = [node for node in layer if type(node) is RECEIVE]
-    whole = [node for node in layer if type(node) is ACCUMULATE]
-    places: list[Place] = [(node, number) for node in recvs for number in range(node.outputs)]
-    places += [(node, 0) for node in whole]
-    places += [(node, number) for node in ferries for number in range(input_count(node))]
-    found: dict[Place, torch.Tensor | None] = dict.fromkeys(places)
+    recvs, whole = [], []
+    for node in layer:
+        kind = type(node)
+        if kind is ACCUMULATE:
+            whole.append(node)
+        elif kind is RECEIVE:
+            recvs.append(node)
+    places = [GradientEdge(node, number) for node in recvs for number in range(node.outputs)]
+    places += [GradientEdge(node, 0) for node in whole]
+    places += [GradientEdge(node, number) for node in ferries for number in range(input_count(node))]
+    results: Sequence[torch.Tensor | None] = [None] * len(places)
     if starts and places:
-        lift = [node.variable for node in whole if node.variable in rules.reduced]
-        with leaves.lifted(lift, [node.variable for node in whole if node.variable._backward_hooks]):
+        with _guarded([node.variable for node in whole], rules):
             results = run_engine(
                 tuple([GradientEdge(node, number) for node, number in starts]),
                 tuple(gradients),
-                tuple([GradientEdge(node, number) for node, number in places]),
+                tuple(places),
                 retain_graph=rules.retain_graph or rules.create_graph,
                 create_graph=rules.create_graph,
             )
-        found.update(zip(places, results, strict=True))
+    found = iter(results)
     for node in recvs:
-        outcome.recvs.append((node, [found[node, number] for number in range(node.outputs)]))
+        outcome.recvs.append((node, list(islice(found, node.outputs))))
     for node in whole:
-        _finish_leaf(node, found[node, 0], rules, outcome)
+        _finish_leaf(node, next(found), rules, outcome)
     for node in ferries:
-        _ferry(node, [found[node, number] for number in range(input_count(node))], parts, rules, outcome)
+        _ferry(node, list(islice(found, input_count(node))), parts, rules, outcome)
+
+
+_NOTHING_TO_GUARD = nullcontext()
+
+
+def _guarded(leaves_below: list[torch.Tensor], rules: Rules) -> AbstractContextManager[None]:
+    """Around a run: see `leaves.lifted`."""
+    hooked = [leaf for leaf in leaves_below if leaf._backward_hooks]
+    if not hooked:
+        return _NOTHING_TO_GUARD
+    return leaves.lifted([leaf for leaf in hooked if leaf in rules.reduced], hooked)
 
 
 def _finish_leaf(node: Any, gradient: torch.Tensor | None, rules: Rules, outcome: Outcome) -> None:
     if gradient is None:
         return
     leaf = node.variable
-    if leaf in rules.reduced:
+    if rules.reduced and leaf in rules.reduced:
         outcome.reduced.append((node, gradient))
     elif (gradient := leaves.run_node_hooks(node, gradient)) is not None:
         outcome.leaves.append((leaf, gradient))

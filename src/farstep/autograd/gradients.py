@@ -22,10 +22,12 @@ class Gradients:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._by_leaf: dict[torch.Tensor, torch.Tensor] = {}
-        self._own: set[torch.Tensor] = set()
+        # By the leaf's id: a tensor's hash is a call.
+        self._leaves: dict[int, torch.Tensor] = {}
+        self._gradients: dict[int, torch.Tensor] = {}
+        self._own: set[int] = set()
         """Leaves whose gradient is memory that nobody else has, so that it can be added to in place."""
-        self._borrowed: dict[int, torch.Tensor] = {}
+        self._borrowed: dict[int, int] = {}
         """Where the memory is that was taken over as it was -> the leaf it was taken for."""
 
     def accumulate(self, found: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -34,20 +36,25 @@ class Gradients:
         shared = _repeated(addresses)
         with self._lock:
             for (leaf, gradient), address in zip(found, addresses, strict=True):
-                old = self._by_leaf.get(leaf)
+                key = id(leaf)
+                old = self._gradients.get(key)
                 if old is None:
-                    if address in shared or not _is_dense(gradient) or self._is_borrowed(address):
+                    # One gradient may flow to several leaves, of which one may have taken its memory already.
+                    lender = self._borrowed.get(address)
+                    is_taken = address in shared or (lender is not None and lender not in self._own)
+                    if is_taken or not _is_dense(gradient):
                         gradient = _copy(gradient)
-                        self._own.add(leaf)
+                        self._own.add(key)
                     else:
-                        self._borrowed[address] = leaf
-                    self._by_leaf[leaf] = gradient
-                elif leaf in self._own and old.layout is torch.strided and not gradient.requires_grad:
+                        self._borrowed[address] = key
+                    self._leaves[key] = leaf
+                    self._gradients[key] = gradient
+                elif key in self._own and old.layout is torch.strided and not gradient.requires_grad:
                     old += gradient
                 else:
-                    self._by_leaf[leaf] = add(old, gradient)
+                    self._gradients[key] = add(old, gradient)
                     if not gradient.requires_grad:
-                        self._own.add(leaf)
+                        self._own.add(key)
 
     def change(
         self, leaves: Iterable[torch.Tensor], function: Callable[[torch.Tensor, bool], torch.Tensor]
@@ -56,23 +63,20 @@ class Gradients:
         because nobody else has its memory, the same one changed."""
         with self._lock:
             for leaf in leaves:
-                old = self._by_leaf.get(leaf)
+                key = id(leaf)
+                old = self._gradients.get(key)
                 if old is not None:
-                    self._by_leaf[leaf] = function(old, leaf in self._own)
-                    self._own.add(leaf)
-
-    def _is_borrowed(self, address: int) -> bool:
-        """Under the lock. Whether this very memory is another leaf's gradient: one gradient may flow to several leaves."""
-        leaf = self._borrowed.get(address)
-        return leaf is not None and leaf not in self._own
+                    self._gradients[key] = function(old, key in self._own)
+                    self._own.add(key)
 
     def snapshot(self) -> dict[torch.Tensor, torch.Tensor]:
         with self._lock:
-            return dict(self._by_leaf)
+            return {leaf: self._gradients[key] for key, leaf in self._leaves.items()}
 
     def clear(self) -> None:
         with self._lock:
-            self._by_leaf.clear()
+            self._leaves.clear()
+            self._gradients.clear()
             self._own.clear()
             self._borrowed.clear()
 

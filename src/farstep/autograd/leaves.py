@@ -71,8 +71,8 @@ class lifted:
     """
 
     def __init__(self, lift: list[torch.Tensor], hooked: list[torch.Tensor]) -> None:
-        self._lift = [leaf for leaf in lift if leaf._backward_hooks]
-        self._guarded = self._lift + [leaf for leaf in hooked if is_reduced(leaf)]
+        self._lift = lift
+        self._guarded = lift + [leaf for leaf in hooked if is_reduced(leaf)]
         self._kept: list[tuple[Any, dict[Any, Any]]] = []
         self._held = contextlib.ExitStack()
 

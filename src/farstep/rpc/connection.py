@@ -38,6 +38,7 @@ MAX_WAITS_WITHOUT: Final = 64
 SOCKET_BUFFER_BYTES: Final = 4 << 20
 _DONTWAIT: Final = int(socket.MSG_DONTWAIT)  # plain ints: an enum's `|` takes longer than the system call
 _CLOEXEC: Final = int(socket.MSG_CMSG_CLOEXEC)
+_CTRUNC: Final = int(socket.MSG_CTRUNC)
 _FD_BYTES: Final = array.array("i").itemsize
 _FD_SPACE: Final = socket.CMSG_SPACE(253 * _FD_BYTES)
 
@@ -319,7 +320,7 @@ class Receiver:
                 fds = array.array("i")
                 fds.frombytes(data[: len(data) - len(data) % _FD_BYTES])
                 self._fds.extend(fds)
-        if flags & socket.MSG_CTRUNC:
+        if flags & _CTRUNC:
             raise ProtocolError("file descriptors were lost on the way: too many are open in this process")
         return count
 

@@ -49,6 +49,7 @@ log = logging.getLogger("farstep.rpc")
 RETRY_S: Final = 0.05
 ROOMY: Final = 4
 """With a core for every worker, looking for a reply takes nothing from anyone."""
+CORES: Final = os.cpu_count() or 1
 LostCallback = Callable[[WorkerInfo, str], None]
 
 
@@ -160,8 +161,10 @@ class Links:
     @property
     def spin_s(self) -> float:
         """How long a thread that waits looks before it sleeps: longer where every worker of this host can have a core."""
-        here = sum(p.card.host == self.me.card.host for p in self.peers() if p.state is PeerState.PRESENT)
-        return self._agent.options.spin_s * (ROOMY if here <= (os.cpu_count() or 1) else 1)
+        host = self.me.card.host
+        with self._lock:
+            here = [p for p in self._by_id.values() if p.state is PeerState.PRESENT and p.card.host == host]
+        return self._agent.options.spin_s * (ROOMY if len(here) <= CORES else 1)
 
     def peers(self) -> list[Peer]:
         """All that were ever known, this worker among them, by rank."""
