@@ -687,6 +687,21 @@ def test_hooks_on_the_node_that_accumulates(three: list[Agent], x: torch.Tensor)
             handle.remove()
 
 
+def test_a_hook_that_comes_after_passes_without_any_runs(three: list[Agent], x: torch.Tensor) -> None:
+    node = get_gradient_edge(parameters[1]).node
+    seen: list[int] = []
+
+    for number in range(3):  # without any, twice with one, without any again
+        hooks = number % 2
+        handles = [node.register_hook(lambda *_, number=number: seen.append(number)) for _ in range(hooks)]
+        for _ in range(2):
+            with autograd.context() as context_id:
+                autograd.backward(context_id, [rpc.rpc_sync("worker1", scale, args=(x,)).sum()])
+        for handle in handles:
+            handle.remove()
+    assert seen == [1, 1]
+
+
 def test_a_hook_may_call_other_workers(three: list[Agent], x: torch.Tensor) -> None:
     def ask(gradient: torch.Tensor) -> torch.Tensor:
         return rpc.rpc_sync("worker2", torch.mul, args=(gradient, 10.0))  # type: ignore[no-any-return]

@@ -135,8 +135,11 @@ def _run_layer(
     found = iter(results)
     for node in recvs:
         outcome.recvs.append((node, list(islice(found, node.outputs))))
+    has_hooks = leaves.nodes_have_hooks(whole)
     for node in whole:
-        _finish_leaf(node, next(found), rules, outcome)
+        gradient = next(found)
+        if gradient is not None:
+            _finish_leaf(node, gradient, has_hooks, rules, outcome)
     for node in ferries:
         _ferry(node, list(islice(found, input_count(node))), parts, rules, outcome)
 
@@ -152,14 +155,14 @@ def _guarded(leaves_below: list[torch.Tensor], rules: Rules) -> AbstractContextM
     return leaves.lifted([leaf for leaf in hooked if leaf in rules.reduced], hooked)
 
 
-def _finish_leaf(node: Any, gradient: torch.Tensor | None, rules: Rules, outcome: Outcome) -> None:
-    if gradient is None:
-        return
+def _finish_leaf(node: Any, gradient: torch.Tensor, has_hooks: bool, rules: Rules, outcome: Outcome) -> None:
     leaf = node.variable
     if rules.reduced and leaf in rules.reduced:
         outcome.reduced.append((node, gradient))
-    elif (gradient := leaves.run_node_hooks(node, gradient)) is not None:
-        outcome.leaves.append((leaf, gradient))
+        return
+    whole = leaves.run_node_hooks(node, gradient) if has_hooks else gradient
+    if whole is not None:
+        outcome.leaves.append((leaf, whole))
 
 
 def _ferry(

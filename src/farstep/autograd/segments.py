@@ -40,11 +40,11 @@ class Segments:
                     self.reach[edge.node] = self.reach.get(edge.node, 0) | 1 << number
         reach = self.reach
         self._place: dict[Node, int] = {}
+        if len(set(reach.values())) == 1:
+            self._all_reached_alike()
+            return
         order = _finish_order(list(reach))
         order.reverse()
-        if len(sources) == 1 or len(set(reach.values())) == 1:
-            self._all_reached_alike(order)
-            return
         for place, node in enumerate(order):
             mine = reach[node]
             self._place[node] = place
@@ -54,17 +54,15 @@ class Segments:
                     if other is not None:
                         reach[other] = reach.get(other, 0) | mine
 
-    def _all_reached_alike(self, order: list[Node]) -> None:
-        """The usual case of one source: one segment, and nothing to work out."""
-        if order:
-            mine = self.reach[order[0]]
-            self.reach = dict.fromkeys(order, mine)
-            self.waiting[mine] = order
+    def _all_reached_alike(self) -> None:
+        """The usual case of one source: one segment, which needs no order."""
+        (mine,) = set(self.reach.values())
+        self.waiting[mine] = _below(self.reach)
 
     def take(self, fired: int, expected: int) -> list[Node]:
-        """The nodes that may run now, those above before those below: all that is expected to reach them has fired, and something has.
+        """The nodes that may run now: all that is expected to reach them has fired, and something has.
 
-        Each is given out once.
+        Each is given out once; those above before those below, unless they are all that is left.
         """
         ready = [reach for reach in self.waiting if reach & fired and not reach & expected & ~fired]
         taken = [node for reach in ready for node in self.waiting.pop(reach)]
@@ -73,6 +71,20 @@ class Segments:
         if not self.waiting:
             self.reach, self._place = {}, {}  # see [Note: nodes in Python]
         return taken
+
+
+def _below(starts: Iterable[Node]) -> list[Node]:
+    """All nodes below, in any order."""
+    seen = dict.fromkeys(starts)
+    stack: list[Any] = list(seen)
+    while stack:
+        node = stack.pop()
+        if type(node) not in ENDS:
+            for other, _ in node.next_functions:
+                if other is not None and other not in seen:
+                    seen[other] = None
+                    stack.append(other)
+    return list(seen)
 
 
 def _finish_order(starts: Iterable[Node]) -> list[Node]:
