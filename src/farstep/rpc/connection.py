@@ -283,6 +283,7 @@ class Receiver:
             if frames or self._reader.in_frame:
                 self._looking.ended(in_vain=False)
                 return frames
+            os.sched_yield()  # to the very worker that is waited for, where cores are few
         self._looking.ended(in_vain=True)
         return []
 

@@ -6,6 +6,7 @@ reads; frames are taken in the order of arrival, so that references change hands
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -142,6 +143,7 @@ class Inbox:
                         broken.append((peer, exc.with_traceback(None)))
                 if arrivals.jobs or arrivals.replies:
                     self._agent.submit_all(arrivals.take_jobs())
+                os.sched_yield()
         except BaseException:  # Ctrl-C, on the main thread
             broken += [(p, ProtocolError(INTERRUPTED)) for p, receiver in held if receiver.is_taking_in]
             self._agent.submit_all([(1, job) for job in arrivals.claimed])

@@ -48,7 +48,7 @@ __all__ = ["Links"]
 log = logging.getLogger("farstep.rpc")
 RETRY_S: Final = 0.05
 ROOMY: Final = 4
-"""With a core for every worker, looking for a reply takes nothing from anyone."""
+"""With a core for every worker that has something to do, looking for a reply takes nothing from anyone."""
 CORES: Final = os.cpu_count() or 1
 LostCallback = Callable[[WorkerInfo, str], None]
 
@@ -160,11 +160,11 @@ class Links:
 
     @property
     def spin_s(self) -> float:
-        """How long a thread that waits looks before it sleeps: longer where every worker of this host can have a core."""
+        """How long a thread that waits looks before it sleeps: longer where every worker of this host can have a core, but for the one that waits."""
         host = self.me.card.host
         with self._lock:
             here = [p for p in self._by_id.values() if p.state is PeerState.PRESENT and p.card.host == host]
-        return self._agent.options.spin_s * (ROOMY if len(here) <= CORES else 1)
+        return self._agent.options.spin_s * (ROOMY if len(here) <= CORES + 1 else 1)
 
     def peers(self) -> list[Peer]:
         """All that were ever known, this worker among them, by rank."""
