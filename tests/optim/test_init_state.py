@@ -242,6 +242,7 @@ def test_nothing_else_is_changed(kind, options, keys):
     assert all(float(state["step"]) == 0 for state in optimizer.state.values() if "step" in state)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_sparse_gradients():
     def tables() -> dict[str, nn.Parameter]:
         torch.manual_seed(3)

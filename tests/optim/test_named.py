@@ -364,6 +364,7 @@ def test_loading_shares_no_memory_with_the_state_and_keeps_the_tensors():
     assert len(optimizer.state_dict()["state"]["0.weight"]) == 3
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_checkpoint_is_read_right_into_the_state(tmp_path):
     module, optimizer = trained(optim.AdamW, lr=0.1)
     dcp.save(optimizer.state_dict(), checkpoint_id=tmp_path, no_dist=True)
