@@ -4,6 +4,9 @@ A `Layout` says which rank holds which boxes of which tensor; `plan` lists the c
 """
 
 from farstep.state.box import Box, flat_boxes
+from farstep.state.exchange import exchange, respread
 from farstep.state.layout import Layout, Spread
+from farstep.state.reshard import Copy, Plan, plan
+from farstep.state.shards import Shards
 
-__all__ = ["Box", "Layout", "Spread", "flat_boxes"]
+__all__ = ["Box", "Copy", "Layout", "Plan", "Shards", "Spread", "exchange", "flat_boxes", "plan", "respread"]
