@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
@@ -159,19 +162,30 @@ class TwoD(_Model):
 
 
 class Chunks(Holding):
-    """ShardedTensors in chunks, dealt out in reverse, so that shard i is not on rank i."""
+    """ShardedTensors in chunks, dealt out in reverse, so that shard i is not on rank i. Some ranks have an empty one."""
 
     def make(self):
         placements = [f"rank:{rank}/cpu" for rank in reversed(range(self.ranks))]
-        spec = ChunkShardingSpec(dim=0, placements=placements)
-        self.values = {name: spec.shard(t.contiguous()) for name, t in tensors(self.seed).items()}
+        self.values = {}
+        for name, t in tensors(self.seed).items():
+            value = sharded_tensor.zeros(ChunkShardingSpec(dim=0, placements=placements), *t.shape)
+            for shard in value.local_shards():
+                if shard.tensor.numel():
+                    first, size = shard.metadata.shard_offsets[0], shard.metadata.shard_sizes[0]
+                    shard.tensor.copy_(t[first : first + size])
+            self.values[name] = value
 
     def whole(self):
+        """ShardedTensor.gather fails on a rank that has no shard, so the shards travel as objects."""
         whole = {}
         for name, value in self.values.items():
-            out = torch.empty(value.size()) if dist.get_rank() == 0 else None
-            value.gather(0, out)
-            whole[name] = out
+            local = [(s.metadata.shard_offsets, s.tensor) for s in value.local_shards() if s.tensor.numel()]
+            gathered = [None] * self.ranks
+            dist.all_gather_object(gathered, local)
+            whole[name] = torch.full(tuple(value.size()), torch.nan)
+            for offsets, tensor in itertools.chain(*gathered):
+                rows = slice(offsets[0], offsets[0] + len(tensor))
+                whole[name][rows] = tensor
         return whole
 
 

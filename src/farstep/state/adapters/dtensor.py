@@ -70,7 +70,7 @@ def local_tensors(value: DTensor) -> list[Tensor]:
         return [value.to_local().detach()]
 
 
-def like(value: DTensor, tensors: Sequence[Tensor]) -> DTensor:
+def like(value: DTensor, tensors: Sequence[Tensor], dtype: torch.dtype) -> DTensor:
     """With the mesh and the placements of `value`, and this local tensor."""
     (local,) = tensors
     made = DTensor.from_local(
