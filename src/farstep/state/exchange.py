@@ -32,9 +32,9 @@ from farstep.state.shards import Shards
 __all__ = ["BUDGET_BYTES", "Progress", "exchange", "respread"]
 
 Progress = Callable[[int, int], None]
-BUDGET_BYTES = 64 << 20
+BUDGET_BYTES = 32 << 20
 _LEAST_BUDGET_BYTES = 64 << 10
-_LARGEST_MESSAGE_BYTES = 8 << 20
+_LARGEST_MESSAGE_BYTES = 4 << 20
 _AHEAD = 32  # messages begun and not finished
 _TAG = 0x57A7E  # keeps these messages apart from others that the program sends in the group
 

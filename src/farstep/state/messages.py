@@ -39,20 +39,21 @@ class Message:
 def messages(copies: Iterable[tuple[str, int, Box, int]], limit_bytes: int) -> Iterator[Message]:
     """Copies, each as name, number of the local tensor, box and itemsize, as messages of at most `limit_bytes`, in their order."""
     packed: list[Piece] = []
-    at = 0
+    end = 0
     for name, number, box, itemsize in copies:
         nbytes = box.numel * itemsize
         if nbytes > PACKED_BYTES or nbytes > limit_bytes:
             for part in pieces(box, itemsize, limit_bytes):
                 yield Message([Piece(name, number, part, 0)], part.numel * itemsize)
             continue
+        at = aligned(end)
         if packed and at + nbytes > limit_bytes:
-            yield Message(packed, at)
+            yield Message(packed, end)
             packed, at = [], 0
         packed.append(Piece(name, number, box, at))
-        at += aligned(nbytes)
+        end = at + nbytes
     if packed:
-        yield Message(packed, at)
+        yield Message(packed, end)
 
 
 def pieces(box: Box, itemsize: int, limit_bytes: int) -> Iterator[Box]:
