@@ -22,10 +22,7 @@ def ranks(request):
         yield ranks
 
 
-@pytest.fixture(scope="module")
-def four():
-    with Ranks(4) as ranks:
-        yield ranks
+four = pytest.mark.parametrize("ranks", [4], indirect=True)
 
 
 def same(found, wanted):
@@ -107,8 +104,9 @@ def like_each():
             same({name: value.full_tensor() for name, value in made.items()}, doubled)
 
 
-def test_state_in_the_form_of_its_parameter(four):
-    four.run(like_each)
+@four
+def test_state_in_the_form_of_its_parameter(ranks):
+    ranks.run(like_each)
 
 
 def pickled():
@@ -119,8 +117,9 @@ def pickled():
         same(whole, tensors(1))
 
 
-def test_what_a_rank_holds_is_pickled_and_used_again(four):
-    four.run(pickled)
+@four
+def test_what_a_rank_holds_is_pickled_and_used_again(ranks):
+    ranks.run(pickled)
 
 
 def after_forward():
@@ -132,8 +131,9 @@ def after_forward():
     same(holding.whole(), tensors(2))
 
 
-def test_parameters_that_fsdp2_shows_whole_after_a_forward(four):
-    four.run(after_forward)
+@four
+def test_parameters_that_fsdp2_shows_whole_after_a_forward(ranks):
+    ranks.run(after_forward)
 
 
 def ddp_of_some():
@@ -148,8 +148,9 @@ def ddp_of_some():
     assert all(each.spread.ranks.tolist() == [0, 1] for each in within.values())
 
 
-def test_a_model_on_some_of_the_ranks(four):
-    four.run(ddp_of_some)
+@four
+def test_a_model_on_some_of_the_ranks(ranks):
+    ranks.run(ddp_of_some)
 
 
 def refused():
@@ -176,5 +177,6 @@ def refused():
             shards_of(odd, name="scale")
 
 
-def test_what_does_not_fit_is_refused_by_name(four):
-    four.run(refused)
+@four
+def test_what_does_not_fit_is_refused_by_name(ranks):
+    ranks.run(refused)
