@@ -7,7 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import Ranks
+from torch.distributed._shard import shard_parameter
+from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -153,6 +156,28 @@ def test_a_model_on_some_of_the_ranks(ranks):
     ranks.run(ddp_of_some)
 
 
+def sharded_attributes():
+    """shard_parameter keeps a ShardedTensor as a parameter; others put it in its place as a mere attribute."""
+    model = Net(1)
+    spec = ChunkShardingSpec(dim=0, placements=[f"rank:{rank}/cpu" for rank in range(4)])
+    shard_parameter(model.inner[2], "weight", spec)
+    value = Strips(seed=1).values["inner.0.weight"]
+    del model.inner[0].weight
+    model.inner[0].weight = value
+    assert "inner.0.weight" not in dict(model.named_parameters())
+    found = named_shards(model)
+    assert set(found) == set(tensors(1))
+    whole = {name: torch.zeros_like(t) for name, t in tensors(1).items()}
+    respread(found, {name: on_rank(t) for name, t in whole.items()})
+    if dist.get_rank() == 0:
+        same(whole, tensors(1))
+
+
+@four
+def test_a_sharded_tensor_in_place_of_a_parameter(ranks):
+    ranks.run(sharded_attributes)
+
+
 def refused():
     value = Strips(seed=1).values["first.weight"]
     evens = dist.new_group([0, 2])
@@ -167,6 +192,12 @@ def refused():
     if dist.get_rank() == 1:
         with pytest.raises(LayoutError, match=r"'w' is on the meta device"):
             on_rank(torch.zeros(2, device="meta"), 1, name="w")
+    elsewhere = Strips(seed=1).values["scale"]
+    elsewhere.metadata().shards_metadata[0] = ShardMetadata([0, 0, 0], [1, 3, 5], "trainer/cpu")
+    with pytest.raises(
+        LayoutError, match=r"shard of 'scale' at \[0, 0, 0\] is placed on trainer/cpu.*rank:0/cpu"
+    ):
+        shards_of(elsewhere, name="scale")
     holding = Strips(seed=1)
     odd = holding.values["scale"]
     for shard in odd.local_shards():
