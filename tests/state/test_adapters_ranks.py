@@ -11,12 +11,13 @@ from torch.distributed._shard import shard_parameter
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from farstep.errors import LayoutError
 from farstep.state import Shards, like, local_tensors, named_shards, on_rank, respread, shards_of
-from state.holdings import FORMS, KINDS, Chunks, Flat, Fsdp2, Net, Plain, Strips, TwoD, tensors
+from state.holdings import FORMS, KINDS, Chunks, Flat, FlatOriginal, Fsdp2, Net, Plain, Strips, TwoD, tensors
 
 
 @pytest.fixture(scope="module", params=[2, 3, 4, 8])
@@ -125,18 +126,24 @@ def test_what_a_rank_holds_is_pickled_and_used_again(ranks):
     ranks.run(pickled)
 
 
-def after_forward():
+def shown_whole():
     holding = Fsdp2(seed=1)
     with torch.no_grad():
         holding.model(torch.ones(2, 5))
-    assert not isinstance(holding.model.scale, DTensor)  # it shows the whole in place of its shard
+    assert not isinstance(holding.model.scale, DTensor)
     respread({name: on_rank(t) for name, t in tensors(2).items()}, holding.shards)
     same(holding.whole(), tensors(2))
+    for kind in (Flat, FlatOriginal):
+        holding = kind(seed=1)
+        with FullyShardedDataParallel.summon_full_params(holding.model, writeback=False):
+            found = holding.shards
+        respread({name: on_rank(t) for name, t in tensors(2).items()}, found)
+        same(holding.whole(), tensors(2))
 
 
 @four
-def test_parameters_that_fsdp2_shows_whole_after_a_forward(ranks):
-    ranks.run(after_forward)
+def test_parameters_that_are_shown_whole_for_a_while(ranks):
+    ranks.run(shown_whole)
 
 
 def ddp_of_some():
