@@ -9,6 +9,9 @@
         ├── OptimError               optimizers across workers
         │   ├── StepError            some owners of parameters did not step
         │   └── StateMismatch        a state that does not fit the optimizer (also ValueError)
+        ├── StateError               named tensors spread over ranks
+        │   ├── LayoutError          a gap, an overlap, or shapes or dtypes that do not fit (also ValueError)
+        │   └── ExchangeError        a copy between ranks did not come about
         └── RpcError
             ├── NotInitialized       a call before init_rpc or after shutdown
             ├── UnknownWorker        no worker of that name or rank          (also ValueError)
@@ -38,9 +41,11 @@ __all__ = [
     "BackwardError",
     "BackwardTimeout",
     "DuplicateName",
+    "ExchangeError",
     "FarstepError",
     "InitTimeout",
     "InsecureTransport",
+    "LayoutError",
     "NotInitialized",
     "OptimError",
     "PayloadError",
@@ -51,6 +56,7 @@ __all__ = [
     "RpcError",
     "RpcTimeout",
     "ShutdownTimeout",
+    "StateError",
     "StateMismatch",
     "StepError",
     "UnknownContext",
@@ -122,6 +128,21 @@ class StepError(OptimError):
 
 class StateMismatch(OptimError, ValueError):
     """A state that is to be loaded has other names, shapes, options or groups than the optimizer. Nothing has been changed."""
+
+
+class StateError(FarstepError):
+    """Something is wrong with tensors that are spread over ranks."""
+
+
+class LayoutError(StateError, ValueError):
+    """Boxes that leave a gap or overlap, or shapes, dtypes or names that do not fit. The message names the tensor and the box.
+
+    Nothing has been copied.
+    """
+
+
+class ExchangeError(StateError):
+    """A copy between ranks did not come about: a rank is lost, late, or has another plan. Targets may be partly written."""
 
 
 class RpcError(FarstepError):

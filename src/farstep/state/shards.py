@@ -1,0 +1,79 @@
+"""One named tensor, as one rank holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from farstep.errors import LayoutError
+from farstep.state.layout import Spread
+
+__all__ = ["Shards"]
+
+
+class Shards:
+    """How a tensor is spread over all ranks, and the tensors that this rank has of it.
+
+    `tensors[i]` is the i-th of `spread.boxes(rank)`. They are usually views of somebody's memory, so that what is written into them
+    is written there.
+    """
+
+    __slots__ = ("spread", "tensors")
+
+    def __init__(self, spread: Spread, tensors: Sequence[Tensor]) -> None:
+        self.spread = spread
+        self.tensors = list(tensors)
+
+    @classmethod
+    def empty(cls, spread: Spread, rank: int, device: torch.device | str | None = None) -> Self:
+        """Fresh memory, not filled, for what a rank holds; none where it holds nothing."""
+        return cls(
+            spread, [torch.empty(box.sizes, dtype=spread.dtype, device=device) for box in spread.boxes(rank)]
+        )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return self.spread.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.spread.dtype
+
+    def check(self, name: str, rank: int) -> None:
+        """Raise LayoutError unless the tensors are those that the spread gives this rank."""
+        check_tensors(name, self.spread, rank, self.tensors)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A view is pickled with all the memory it looks at; what is to be kept is the part alone.
+        own = [t if t.untyped_storage().nbytes() == t.nbytes else t.clone() for t in self.tensors]
+        return {"spread": self.spread, "tensors": own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.spread = state["spread"]
+        self.tensors = list(state["tensors"])
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(str(tuple(t.shape)) for t in self.tensors)
+        return f"Shards({self.spread!r}, here: {sizes or 'nothing'})"
+
+
+def check_tensors(name: str, spread: Spread, rank: int, tensors: Sequence[Tensor]) -> None:
+    """Raise LayoutError unless these tensors are what a rank holds of this one."""
+    boxes = spread.boxes(rank)
+    if len(tensors) != len(boxes):
+        raise LayoutError(
+            f"rank {rank} holds {len(boxes)} boxes of {name!r}, and {len(tensors)} tensors were given for them"
+        )
+    for box, tensor in zip(boxes, tensors, strict=True):
+        if tuple(tensor.shape) != box.sizes:
+            raise LayoutError(
+                f"the tensor for {name!r} {box} on rank {rank} has the shape {tuple(tensor.shape)}, not {box.sizes}"
+            )
+        if tensor.dtype != spread.dtype:
+            raise LayoutError(
+                f"the tensor for {name!r} {box} on rank {rank} has the dtype {tensor.dtype}, not {spread.dtype}"
+            )
