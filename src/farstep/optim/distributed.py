@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from farstep.autograd.link import link_of
 from farstep.errors import AutogradError, OptimError, PayloadError, UnknownContext
-from farstep.optim import adapters, calls, clip, named
+from farstep.optim import adapters, calls, clip, state_dicts
 from farstep.optim.failures import named_error, step_error
 from farstep.optim.groups import Group, copied, differ, options_of, parse_group, parse_groups
 from farstep.optim.local import Changes, LocalOptimizer, Spec
@@ -317,7 +317,7 @@ class DistributedOptimizer(Optimizer):
         for theirs, _ in outcome.results.values():
             states |= theirs
         drift = {owner.name: theirs for owner, (_, theirs) in outcome.results.items()}
-        saved = named.build(self.param_groups, states, drift)
+        saved = state_dicts.build(self.param_groups, states, drift)
         return adapters.run_state_dict_post_hooks(self, saved)
 
     def load_state_dict(
@@ -334,9 +334,10 @@ class DistributedOptimizer(Optimizer):
     def _load(self, state_dict: dict[str, Any], strict: bool, timeout: float) -> None:
         state_dict = adapters.run_load_state_dict_pre_hooks(self, state_dict)
         seconds = self._agent.effective_timeout(timeout)
-        plan = named.plan_load(self._make[0], self.defaults, self.param_groups, state_dict, strict)
+        plan = state_dicts.plan_load(self._make[0], self.defaults, self.param_groups, state_dict, strict)
         args = {
-            info: (owner.id, *named.share(plan, owner.names), seconds) for info, owner in self._owners.items()
+            info: (owner.id, *state_dicts.share(plan, owner.names), seconds)
+            for info, owner in self._owners.items()
         }
         outcome = self._ask(calls._prepare, args, timeout)
         if outcome.errors:
@@ -368,7 +369,7 @@ class DistributedOptimizer(Optimizer):
         return ask_owners(self._agent, function, args, self._agent.effective_timeout(timeout))
 
     def __repr__(self) -> str:
-        return f"{named.name_of_class(self._make[0])} on {', '.join(info.name for info in self._owners)}: {super().__repr__()}"
+        return f"{state_dicts.name_of_class(self._make[0])} on {', '.join(info.name for info in self._owners)}: {super().__repr__()}"
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
