@@ -3,10 +3,28 @@
 A `Layout` says which rank holds which boxes of which tensor; `plan` lists the copies from one layout to another; `exchange` makes them.
 """
 
+from farstep.state.adapters import layout_of, like, local_tensors, named_shards, on_rank, shards_of
 from farstep.state.box import Box, flat_boxes
 from farstep.state.exchange import exchange, respread
 from farstep.state.layout import Layout, Spread
 from farstep.state.reshard import Copy, Plan, plan
 from farstep.state.shards import Shards
 
-__all__ = ["Box", "Copy", "Layout", "Plan", "Shards", "Spread", "exchange", "flat_boxes", "plan", "respread"]
+__all__ = [
+    "Box",
+    "Copy",
+    "Layout",
+    "Plan",
+    "Shards",
+    "Spread",
+    "exchange",
+    "flat_boxes",
+    "layout_of",
+    "like",
+    "local_tensors",
+    "named_shards",
+    "on_rank",
+    "plan",
+    "respread",
+    "shards_of",
+]

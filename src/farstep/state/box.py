@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-__all__ = ["Box", "flat_boxes"]
+__all__ = ["Box", "flat_boxes", "missing"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,26 @@ class Box:
             for a, b, c, d in zip(self.offsets, self.ends, other.offsets, other.ends, strict=True)
         )
 
+    def minus(self, other: Box) -> list[Box]:
+        """What this one has beyond the other, as at most 2d boxes that do not overlap."""
+        common = self.intersect(other)
+        if common is None:
+            return [self] if self.numel else []
+        rest = []
+        offsets, sizes = list(self.offsets), list(self.sizes)
+        for d, (begin, end) in enumerate(zip(common.offsets, common.ends, strict=True)):
+            stop = offsets[d] + sizes[d]
+            for a, b in ((offsets[d], begin), (end, stop)):
+                if a < b:
+                    rest.append(
+                        Box((*offsets[:d], a, *offsets[d + 1 :]), (*sizes[:d], b - a, *sizes[d + 1 :]))
+                    )
+            offsets[d], sizes[d] = (
+                begin,
+                end - begin,
+            )  # further slabs are cut from what is left between those two
+        return rest
+
     def within(self, outer: Box) -> Box:
         """The same box as seen from the beginning of another that contains it."""
         if not outer.contains(self):
@@ -64,6 +84,14 @@ class Box:
 
     def __str__(self) -> str:
         return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.offsets, self.ends, strict=True)) + "]"
+
+
+def missing(box: Box, boxes: Iterable[Box]) -> list[Box]:
+    """What `boxes` leave uncovered of `box`: nothing, if together they cover it."""
+    rest = [box] if box.numel else []
+    for each in boxes:
+        rest = [part for piece in rest for part in piece.minus(each)]
+    return rest
 
 
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:

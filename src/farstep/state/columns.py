@@ -1,0 +1,175 @@
+"""All boxes of a layout as a few arrays, with an order by which the neighbours of a box are found without looking at the rest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+
+from farstep.state.box import Box
+from farstep.state.sweep import Boxes, Ints, spans
+
+__all__ = ["Columns", "SpreadColumns"]
+
+
+class SpreadColumns(Protocol):
+    """What a `Spread` has."""
+
+    shape: tuple[int, ...]
+    ranks: Ints
+    offsets: Ints
+    sizes: Ints
+
+
+class Columns:
+    """The boxes that have elements: `tensor`, `rank`, and `start[d]` and `stop[d]` for every dimension.
+
+    Tensors of fewer dimensions than the most are as if they had more, of size 1, at the end. `number` is a box's place among those of
+    its rank, the ones without elements included.
+    """
+
+    def __init__(self, spreads: Sequence[SpreadColumns]) -> None:
+        self.shapes = [spread.shape for spread in spreads]
+        self.depth = max((len(shape) for shape in self.shapes), default=0)
+        self.sides = np.ones((self.depth, len(spreads)), dtype=np.int64)
+        counts = np.array([len(spread.ranks) for spread in spreads], dtype=np.int64)
+        self.rank = _joined([spread.ranks for spread in spreads])
+        self.tensor = np.repeat(np.arange(len(spreads), dtype=np.int64), counts)
+        self.start = np.zeros((self.depth, len(self.rank)), dtype=np.int64)
+        self.stop = np.ones((self.depth, len(self.rank)), dtype=np.int64)
+        at = 0
+        for i, spread in enumerate(spreads):
+            end, dims = at + len(spread.ranks), len(spread.shape)
+            self.sides[:dims, i] = spread.shape
+            self.start[:dims, at:end] = spread.offsets.T
+            self.stop[:dims, at:end] = spread.sizes.T
+            at = end
+        self.stop += self.start
+        self._all_ranks, self._all_tensors = self.rank, self.tensor
+        self._kept: Ints | None = None
+        full = (self.start < self.stop).all(axis=0)
+        if not full.all():
+            self._kept = np.flatnonzero(full)
+            self.rank, self.tensor = self.rank[self._kept], self.tensor[self._kept]
+            self.start, self.stop = self.start[:, self._kept], self.stop[:, self._kept]
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+    @cached_property
+    def number(self) -> Ints:
+        numbers = np.zeros(len(self._all_ranks), dtype=np.int64)
+        if len(numbers):
+            owner = self._all_tensors * (int(self._all_ranks.max()) + 1) + self._all_ranks
+            if not (owner[1:] > owner[:-1]).all():
+                order = np.argsort(owner, kind="stable")
+                new = np.diff(owner[order], prepend=-1) != 0
+                first = np.flatnonzero(new)
+                place = np.arange(len(owner), dtype=np.int64)
+                numbers[order] = place - first[np.cumsum(new) - 1]
+        return numbers if self._kept is None else numbers[self._kept]
+
+    @cached_property
+    def key(self) -> Ints:
+        """Where a box's first element is, with all tensors one after the other. Boxes that do not overlap differ in it."""
+        return self.place(self.tensor, self.start, self.cut)
+
+    def place(self, tensor: Ints, offsets: Ints, cut: Sequence[bool]) -> Ints:
+        """The element at `offsets` of a tensor, counted over all tensors, one after the other, row by row. Where not `cut`, they are 0."""
+        numels = [math.prod(shape) for shape in self.shapes]
+        place: Ints = (np.cumsum(numels, dtype=np.int64) - np.array(numels, dtype=np.int64))[tensor]
+        stride = np.ones(len(self.shapes), dtype=np.int64)
+        for d in reversed(range(self.depth)):
+            if cut[d]:
+                place += offsets[d] * stride[tensor]
+            stride *= self.sides[d]
+        return place
+
+    @cached_property
+    def numel(self) -> Ints:
+        numel = np.ones(len(self), dtype=np.int64)
+        for d in range(self.depth):
+            numel *= self.stop[d] - self.start[d]
+        return numel
+
+    @cached_property
+    def cut(self) -> list[bool]:
+        """Along which dimensions some tensor is not whole."""
+        return [
+            bool(self.start[d].any() or (self.stop[d] != self.sides[d][self.tensor]).any())
+            for d in range(self.depth)
+        ]
+
+    @cached_property
+    def lead(self) -> Ints:
+        """For each tensor, the dimension along which it is cut most often."""
+        if self.depth < 2 or sum(self.cut) < 2:
+            return np.full(len(self.shapes), self.cut.index(True) if any(self.cut) else 0, dtype=np.int64)
+        cuts = [np.bincount(self.tensor, self.start[d] > 0, len(self.shapes)) for d in range(self.depth)]
+        lead: Ints = np.argmax(cuts, axis=0)
+        return lead
+
+    def boxes(self, rows: Ints | None, other: Columns, lead: Ints) -> Boxes:
+        """For `meet` with boxes of the other: `lead` comes first, and dimensions that neither cuts are left out."""
+        some = slice(None) if rows is None else rows
+        tensor = self.tensor[some]
+        dims = [d for d in range(self.depth) if self.cut[d] or other.cut[d]]
+        start, stop = [self.start[d][some] for d in dims], [self.stop[d][some] for d in dims]
+        for at, d in enumerate(dims[1:], 1):
+            swap = (lead == d)[tensor]
+            if swap.any():
+                for x in (start, stop):
+                    x[0], x[at] = np.where(swap, x[at], x[0]), np.where(swap, x[0], x[at])
+        return Boxes(tensor, start, stop)
+
+    def near(self, other: Columns, rows: Ints) -> Ints:
+        """The boxes here that may meet some of those boxes of the other: all that do, and few that do not."""
+        order, x, reach = self._line
+        begin, end = self._on_line(other, rows)
+        first = np.searchsorted(reach, begin, side="right")
+        count = np.maximum(np.searchsorted(x, end, side="left") - first, 0)
+        found = np.zeros(len(self), dtype=np.bool_)
+        found[spans(first, count)] = True
+        places = np.flatnonzero(found)
+        return places if order is None else np.sort(order[places])
+
+    def are_apart(self, rows: Ints) -> bool:
+        """Whether those boxes do not even meet on the line: then they don't overlap. If they do, they still may not."""
+        x, y = self._on_line(self, rows)
+        return bool((x[1:] >= y[:-1]).all())
+
+    @cached_property
+    def _line(self) -> tuple[Ints | None, Ints, Ints]:
+        """All boxes along their tensors' leading dimensions: their order, where each starts, and how far all up to it reach."""
+        x, y = self._on_line(self, slice(None))
+        order = None
+        if not (x[1:] >= x[:-1]).all():
+            order = np.argsort(x, kind="stable")
+            x, y = x[order], y[order]
+        return order, x, np.maximum.accumulate(y)
+
+    def _on_line(self, other: Columns, rows: Ints | slice) -> tuple[Ints, Ints]:
+        if not self.depth:
+            at = other.tensor[rows]
+            return at, at + 1
+        sides = self.sides[self.lead, np.arange(len(self.shapes))]
+        tensor = other.tensor[rows]
+        base, lead = (np.cumsum(sides) - sides)[tensor], self.lead
+        if len(lead) and (lead == lead[0]).all():
+            return base + other.start[lead[0]][rows], base + other.stop[lead[0]][rows]
+        at = lead[tensor]
+        row = np.arange(len(other), dtype=np.int64)[rows]
+        return base + other.start[at, row], base + other.stop[at, row]
+
+    def box(self, row: int) -> Box:
+        """For messages."""
+        dims = len(self.shapes[int(self.tensor[row])])
+        start, stop = self.start[:dims, row].tolist(), self.stop[:dims, row].tolist()
+        return Box(tuple(start), tuple(b - a for a, b in zip(start, stop, strict=True)))
+
+
+def _joined(columns: Sequence[Ints]) -> Ints:
+    return np.concatenate(columns) if columns else np.zeros(0, dtype=np.int64)
