@@ -9,6 +9,8 @@ with autograd.context() as context_id:
 
 import farstep.autograd  # noqa: F401  the package before its modules: see `rpc.trust._imported`
 from farstep.optim.distributed import DistributedOptimizer
+from farstep.optim.named_groups import named_params_with_sharded_tensor
 from farstep.optim.parameters import parameter_rrefs
+from farstep.optim.sharded import ShardedOptimizer
 
-__all__ = ["DistributedOptimizer", "parameter_rrefs"]
+__all__ = ["DistributedOptimizer", "ShardedOptimizer", "named_params_with_sharded_tensor", "parameter_rrefs"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from farstep.errors import OptimError
 from farstep.optim import adapters, fast, sharded_state
 from farstep.optim.agreement import check_same, values_of
+from farstep.optim.elementwise import ELEMENTWISE, NOT_ELEMENTWISE
 from farstep.optim.members import Member, Part, kind_of, member_of
 from farstep.optim.named_groups import NamedGroup, parse_named_group, parse_named_groups
 from farstep.optim.sharded_clip import coefficient_of, total_norm
@@ -26,27 +27,6 @@ __all__ = ["ShardedOptimizer"]
 
 BUCKET_BYTES = 16 << 20
 SHARD = ("auto", "state", "none")
-ELEMENTWISE = frozenset(
-    getattr(torch.optim, name)
-    for name in (
-        "Adadelta",
-        "Adagrad",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "ASGD",
-        "NAdam",
-        "RAdam",
-        "RMSprop",
-        "Rprop",
-        "SGD",
-    )
-)
-"""Classes of torch's that treat every element by itself, so that a part of a parameter can be updated without the rest."""
-NOT_ELEMENTWISE = frozenset(
-    getattr(torch.optim, name) for name in ("Adafactor", "LBFGS", "Muon") if hasattr(torch.optim, name)
-)
-
 
 class ShardedOptimizer(Optimizer):
     """`optimizer_class` on this rank's part of every parameter.
@@ -215,6 +195,15 @@ class ShardedOptimizer(Optimizer):
             group["param_names"] = list(named.names)
         self._settle()
 
+    def _adopt_all(self) -> None:
+        """After a load, which has put new groups and a new state in place."""
+        self._adopt(
+            [
+                NamedGroup([m.name for m in members], [m.parameter for m in members], {})
+                for members in self._members
+            ]
+        )
+
     def _settle(self) -> None:
         self._chosen = [
             fast.choose(self._inner, {**group, "params": shadows})
@@ -293,6 +282,9 @@ class ShardedOptimizer(Optimizer):
         finally:
             for group, old in zip(self.param_groups, before, strict=True):
                 group.update(old)
+
+    def _showing_all(self) -> AbstractContextManager[None]:
+        return self._showing(dict(enumerate(_shadows(self._members))))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of all parameters, local shards too."""
