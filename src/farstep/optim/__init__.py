@@ -8,9 +8,24 @@ with autograd.context() as context_id:
 """
 
 import farstep.autograd  # noqa: F401  the package before its modules: see `rpc.trust._imported`
+from farstep.optim.combined import CombinedOptimizer
 from farstep.optim.distributed import DistributedOptimizer
+from farstep.optim.keyed import KeyedOptimizer
+from farstep.optim.named import NamedOptimizer
 from farstep.optim.named_groups import named_params_with_sharded_tensor
 from farstep.optim.parameters import parameter_rrefs
 from farstep.optim.sharded import ShardedOptimizer
+from farstep.optim.state_dicts import rekey
+from farstep.optim.wrapper import KeyedOptimizerWrapper
 
-__all__ = ["DistributedOptimizer", "ShardedOptimizer", "named_params_with_sharded_tensor", "parameter_rrefs"]
+__all__ = [
+    "CombinedOptimizer",
+    "DistributedOptimizer",
+    "KeyedOptimizer",
+    "KeyedOptimizerWrapper",
+    "NamedOptimizer",
+    "ShardedOptimizer",
+    "named_params_with_sharded_tensor",
+    "parameter_rrefs",
+    "rekey",
+]

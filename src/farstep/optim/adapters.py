@@ -1,6 +1,7 @@
-"""What torch's public API does not offer: running the hooks that `register_state_dict_pre_hook` and its like have registered.
+"""What torch's public API does not offer: running the hooks that `register_state_dict_pre_hook` and its like have registered, and a step
+without its hooks.
 
-`torch.optim.Optimizer` runs them inside methods that a DistributedOptimizer replaces.
+`torch.optim.Optimizer` runs the hooks of state dicts inside methods that optimizers over others replace.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ __all__ = [
     "run_load_state_dict_pre_hooks",
     "run_state_dict_post_hooks",
     "run_state_dict_pre_hooks",
+    "step_without_hooks",
 ]
 
 
@@ -44,3 +46,11 @@ def run_load_state_dict_pre_hooks(optimizer: Optimizer, state_dict: dict[str, An
 def run_load_state_dict_post_hooks(optimizer: Optimizer) -> None:
     for hook in _hooks(optimizer, "load_state_dict_post"):
         hook(optimizer)
+
+
+def step_without_hooks(optimizer: Optimizer, *args: Any) -> None:
+    """The step of the class itself: not what a scheduler has put in its place, and neither hooks of this object nor of all."""
+    step: Any = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__
+    step(optimizer, *args)

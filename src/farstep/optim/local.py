@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import secrets
 import weakref
@@ -18,6 +17,7 @@ from farstep.autograd.link import link_of
 from farstep.autograd.locks import ParameterLocks, held
 from farstep.errors import OptimError
 from farstep.optim import fast
+from farstep.optim.fitting import needs_closure
 from farstep.optim.groups import NOT_OPTIONS, copied, differ, options_of
 from farstep.optim.shadow import follow, give_back, shadow_of
 from farstep.rpc.rref import RRef, local_value_of
@@ -272,8 +272,7 @@ def _refuse_closures(kind: Any) -> None:
     """A step is one message: there is no closure that could run the forward pass again on all workers."""
     if not isinstance(kind, type) or not issubclass(kind, Optimizer):
         return
-    closure = inspect.signature(kind.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    if needs_closure(kind):
         raise TypeError(
             f"{kind.__name__}.step needs a closure that computes the loss again, several times in one step; a DistributedOptimizer "
             f"steps once, with the gradients of a context. Use another class, such as torch.optim.Adam"

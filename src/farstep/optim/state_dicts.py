@@ -1,10 +1,10 @@
-"""State dicts by parameter name: put together, and taken apart for owners that may be others. The caller's side of state_dict."""
+"""State dicts by parameter name: put together, renamed, and taken apart for owners that may be others. The caller's side of state_dict."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,17 @@ import torch
 from farstep.errors import OptimError, StateMismatch
 from farstep.optim.groups import copied, differ, options_of
 
-__all__ = ["Plan", "build", "name_of_class", "plan_load", "share"]
+__all__ = [
+    "Plan",
+    "build",
+    "check_names",
+    "name_of_class",
+    "options_and_states",
+    "plan_load",
+    "rekey",
+    "share",
+    "translated",
+]
 
 Drift = dict[int, dict[str, Any]]
 """Group number -> options that the class itself has changed, on one owner. Every group that the owner has a share of is there."""
@@ -63,11 +73,12 @@ def plan_load(
     make: Callable[..., Any],
     defaults: dict[str, Any],
     param_groups: list[dict[str, Any]],
-    state_dict: dict[str, Any],
+    state_dict: Mapping[str, Any],
     strict: bool,
+    may_miss: Collection[str] = (),
 ) -> Plan:
-    """Which state and which options go where. StateMismatch where that cannot be said."""
-    saved_groups, states = _parts(state_dict)
+    """Which state and which options go where. StateMismatch where that cannot be said. `may_miss` need not be in the state."""
+    saved_groups, states = options_and_states(state_dict)
     foreign = _foreign(
         make, {**defaults, **{key: 0 for group in param_groups for key in group}}, saved_groups
     )
@@ -82,17 +93,24 @@ def plan_load(
     home: dict[str, int] = {
         name: number for number, group in enumerate(saved_groups) for name in group["params"]
     }
-    names = [list(group["param_names"]) for group in param_groups]
-    ours = [name for each in names for name in each]
-    missing = [name for name in ours if name not in home]
-    unexpected = [name for name in {**home, **states} if name not in set(ours)]
-    if strict and (missing or unexpected):
-        raise StateMismatch(_mismatch(missing, unexpected))
+    ours = [name for group in param_groups for name in group["param_names"]]
+    if strict:
+        check_names(ours, {**home, **states}, may_miss)
     return Plan(
         [_options_for(number, group, saved_groups, home) for number, group in enumerate(param_groups)],
-        {name: state for name, state in states.items() if name in set(ours)},
-        set(missing),
+        {name: states[name] for name in ours if name in states},
+        {name for name in ours if name not in home},
     )
+
+
+def check_names(ours: list[str], saved: Iterable[str], may_miss: Collection[str] = ()) -> None:
+    """StateMismatch, which lists them, where a name is in one and not in the other."""
+    theirs = dict.fromkeys(saved)
+    missing = [name for name in ours if name not in theirs and name not in may_miss]
+    known = set(ours)
+    unexpected = [name for name in theirs if name not in known]
+    if missing or unexpected:
+        raise StateMismatch(_mismatch(missing, unexpected))
 
 
 OF_SCHEDULES = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
@@ -131,20 +149,97 @@ def share(
     return options, states, [name for name in own if name in plan.kept]
 
 
-def _parts(state_dict: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def options_and_states(state_dict: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The two parts of a state dict: groups, and states by name. StateMismatch if it is none."""
     try:
         groups, states = list(state_dict["param_groups"]), dict(state_dict["state"])
         named = all(isinstance(name, str) for group in groups for name in group["params"])
     except (KeyError, TypeError) as exc:
         raise StateMismatch(
-            f'this is no state dict of a DistributedOptimizer: it has "state" and "param_groups" ({type(exc).__name__}: {exc})'
+            f'this is no state dict by names of parameters: it has "state" and "param_groups" ({type(exc).__name__}: {exc})'
         ) from exc
     if not named:
         raise StateMismatch(
-            "this state dict has numbers where parameters' names are wanted; it is that of an ordinary optimizer. Put the name of each "
-            'parameter in place of its number, in "state" and in the "params" of each group'
+            "this state dict has numbers where parameters' names are wanted; it is that of an ordinary optimizer. "
+            "farstep.optim.rekey(state_dict, names) puts names in their place"
         )
     return groups, states
+
+
+def rekey(
+    state_dict: Mapping[str, Any], names: Iterable[str] | None = None, whose: str = "the optimizer"
+) -> dict[str, Any]:
+    """An ordinary optimizer's state dict, with the parameters' names in place of their numbers. Nothing is copied.
+
+    `names` are in the order in which the optimizer was given its parameters, group by group. They may be left out if it was given names.
+    """
+    others = state_dict.keys() - {"state", "param_groups"}
+    if others:
+        raise OptimError(
+            f"{whose} keeps {', '.join(sorted(map(str, others)))} in its state_dict, which belongs to no parameter, so it cannot be "
+            f"saved by parameter names"
+        )
+    groups = state_dict["param_groups"]
+    keys = [key for group in groups for key in group["params"]]
+    if names is None:
+        if not all("param_names" in group for group in groups):
+            raise ValueError(
+                "this state dict has no names of parameters: rekey(state_dict, names) wants them"
+            )
+        names = [name for group in groups for name in group["param_names"]]
+    names = list(names)
+    if len(names) != len(keys) or len(set(names)) != len(names):
+        raise ValueError(
+            f"rekey wants one name for each of the {len(keys)} parameters in the state dict, each another; it was given {len(names)}, "
+            f"{len(set(names))} of them different"
+        )
+    name_of = dict(zip(keys, names, strict=True))
+    for key in state_dict["state"]:
+        if key not in name_of:
+            raise OptimError(
+                f"{whose} keeps state under {key!r}, which belongs to no parameter, so it cannot be saved by parameter names"
+            )
+    return {
+        "state": {name_of[key]: state for key, state in state_dict["state"].items()},
+        "param_groups": [
+            {**options_of(group), "params": [name_of[key] for key in group["params"]]} for group in groups
+        ],
+    }
+
+
+def translated(
+    state_dict: Mapping[str, Any], to: Callable[[str], str], *, tied: bool = False
+) -> dict[str, Any]:
+    """A state dict with other names. Where two names become one: an error, unless they are `tied` and have the same state."""
+    groups, states = options_and_states(state_dict)
+    taken: dict[str, str] = {}
+    new_states: dict[str, Any] = {}
+    new_groups = []
+    for group in groups:
+        names = []
+        for name in group["params"]:
+            if _is_first(name, to(name), taken, states, tied):
+                names.append(to(name))
+        new_groups.append({**group, "params": names})
+    for name, state in states.items():
+        if _is_first(name, to(name), taken, states, tied) or to(name) not in new_states:
+            new_states[to(name)] = state
+    return {**state_dict, "state": new_states, "param_groups": new_groups}
+
+
+def _is_first(old: str, new: str, taken: dict[str, str], states: dict[str, Any], tied: bool) -> bool:
+    other = taken.setdefault(new, old)
+    if other == old:
+        return True
+    a, b = states.get(other), states.get(old)
+    if not tied or (
+        a and b and any(key not in a or key not in b or differ(a[key], b[key]) for key in {**a, **b})
+    ):
+        what = "and they have different state" if tied else "and rename gives both that name"
+        raise StateMismatch(
+            f"{other!r} and {old!r} of the state are one parameter here, {new!r}, {what}; nothing has been loaded"
+        )
+    return False
 
 
 def _mismatch(missing: list[str], unexpected: list[str]) -> str:

@@ -1,0 +1,184 @@
+"""CombinedOptimizer: several optimizers as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NoReturn
+
+import torch
+
+from farstep.optim import adapters
+from farstep.optim.keyed import KeyedOptimizer
+
+__all__ = ["CombinedOptimizer"]
+
+Parts = list[tuple[str, KeyedOptimizer]]
+
+
+class CombinedOptimizer(KeyedOptimizer):
+    """Several optimizers as one: it steps, saves and loads them together, and a scheduler drives them all.
+
+    Args:
+        optims: KeyedOptimizers, such as NamedOptimizers, or (prefix, KeyedOptimizer). The names of a part's parameters get "prefix." in front.
+
+    `param_groups` lists the parts' own groups: what is changed in them is changed there. A load changes all parts or none.
+    """
+
+    def __init__(self, optims: Iterable[KeyedOptimizer | tuple[str, KeyedOptimizer]]) -> None:
+        parts = [("", each) if isinstance(each, KeyedOptimizer) else each for each in optims]
+        self._begin({}, _Together(parts), {})
+        self._parts: Parts = parts
+        _check(parts)
+
+    @property
+    def optimizers(self) -> Parts:
+        return self._parts
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        return {_prefixed(prefix, name): p for prefix, part in self._parts for name, p in part.params.items()}
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        return {
+            _prefixed(prefix, alias): _prefixed(prefix, name)
+            for prefix, part in self._parts
+            for alias, name in part.aliases.items()
+        }
+
+    @property
+    def saves_param_groups(self) -> bool:
+        return all(part.saves_param_groups for _, part in self._parts)
+
+    def save_param_groups(self, save: bool) -> None:
+        for _, part in self._parts:
+            part.save_param_groups(save)
+
+    def add_param_group(self, param_group: Any) -> NoReturn:
+        raise NotImplementedError(
+            "which of the optimizers is the group for? Add it to that one: optimizers[i][1].add_param_group(...)"
+        )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for _, part in self._parts:
+            part.zero_grad(set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """A step of each. The closure is evaluated once for all, and again for those that ask for more, and those after them.
+
+        Returns the first loss.
+        """
+        if closure is None:
+            for _, part in self._parts:
+                part.step()
+            return None
+        with torch.enable_grad():
+            loss = closure()
+        shared = _Shared(closure, loss)
+        for _, part in self._parts:
+            shared.begin()
+            part.step(shared)
+        return loss
+
+    def _init_state(self, sparse: Collection[str]) -> None:
+        for prefix, part in self._parts:
+            part._init_state([name for name in part.params if _prefixed(prefix, name) in sparse])
+
+    def _read(self) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        groups: list[dict[str, Any]] = []
+        for prefix, part in self._parts:
+            saved = part.state_dict()
+            state |= {_prefixed(prefix, name): each for name, each in saved["state"].items()}
+            for group in saved.get("param_groups", []):
+                groups.append({**group, "params": [_prefixed(prefix, name) for name in group["params"]]})
+        return {"state": state, "param_groups": groups}
+
+    def _prepare(self, saved: Mapping[str, Any], strict: bool) -> list[Callable[[], None]]:
+        commits: list[Callable[[], None]] = []
+        for prefix, part in self._parts:
+            own = {_prefixed(prefix, name): name for name in part.params}
+            groups = [
+                {**group, "params": [own[name] for name in group["params"] if name in own]}
+                for group in saved["param_groups"]
+            ]
+            share = {
+                "state": {own[name]: state for name, state in saved["state"].items() if name in own},
+                "param_groups": [group for group in groups if group["params"]],
+            }
+            share = adapters.run_load_state_dict_pre_hooks(part, share)
+            commits += [*part._prepare(share, strict), part._after_load]
+        return commits
+
+    def __repr__(self) -> str:
+        return f"CombinedOptimizer of {', '.join(f'{prefix!r}: {part!r}' for prefix, part in self._parts)}"
+
+
+class _Together:
+    """The state and the groups of all parts, as they are now."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        return {p: state for _, part in self._parts for p, state in part.state.items()}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for _, part in self._parts for group in part.param_groups]
+
+
+class _Shared:
+    """A closure whose loss and gradients are at hand. An optimizer that calls it again has it evaluated."""
+
+    def __init__(self, closure: Callable[[], Any], loss: Any) -> None:
+        self._closure = closure
+        self._loss = loss
+        self._is_current = True
+        self._is_at_hand = True
+
+    def begin(self) -> None:
+        """Another optimizer's turn. The gradients are still those at the point where all began, unless one has evaluated elsewhere."""
+        self._is_at_hand = self._is_current
+
+    def __call__(self) -> Any:
+        if self._is_at_hand:
+            self._is_at_hand = False
+            return self._loss
+        self._is_current = False
+        return self._closure()
+
+
+def _prefixed(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _check(parts: Parts) -> None:
+    names: set[str] = set()
+    owners: dict[int, str] = {}
+    for prefix, part in parts:
+        if not isinstance(part, KeyedOptimizer):
+            raise TypeError(
+                f"CombinedOptimizer takes KeyedOptimizers, and this is a {type(part).__name__}: "
+                f"NamedOptimizer(module.named_parameters(), {type(part).__name__}, ...) makes one"
+            )
+        for name in [*part.params, *part.aliases]:
+            full = _prefixed(prefix, name)
+            if full in names:
+                raise ValueError(
+                    f"two parameters have the name {full!r}: give the optimizers prefixes, as in ('encoder', optimizer)"
+                )
+            names.add(full)
+        for group in part.param_groups:
+            for p in group["params"]:
+                full = next(_prefixed(prefix, name) for name, each in part.params.items() if each is p)
+                if id(p) in owners:
+                    raise ValueError(
+                        f"{owners[id(p)]!r} and {full!r} are the same parameter, in two optimizers"
+                    )
+                owners[id(p)] = full
+    if len({part.saves_param_groups for _, part in parts}) > 1:
+        raise ValueError(
+            "some of the optimizers save their groups, and others do not: call save_param_groups(True), or False, on each"
+        )

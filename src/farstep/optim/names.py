@@ -1,0 +1,65 @@
+"""What a user gives as parameters with names: which are the same one, and which are meant in a group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from farstep.optim.groups import options_of
+
+__all__ = ["group_of", "without_ties"]
+
+
+def without_ties(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Each parameter by the first of its names; and the other names, with the first."""
+    first: dict[int, str] = {}
+    for name, parameter in params.items():
+        first.setdefault(id(parameter), name)
+    own = {name: p for name, p in params.items() if first[id(p)] == name}
+    return own, {name: first[id(p)] for name, p in params.items() if name not in own}
+
+
+def group_of(
+    given: Any, params: Mapping[str, Any], aliases: Mapping[str, str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A group as optimizers want it, and the parameters in it that had no name until now."""
+    if not isinstance(given, Mapping):
+        raise TypeError(f"a parameter group is a dict, not a {type(given).__name__}")
+    if "params" not in given:
+        raise ValueError('a parameter group needs "params": a list of names, or of parameters')
+    listed = given["params"]
+    if isinstance(listed, str | torch.Tensor):
+        listed = [listed]
+    elif isinstance(listed, Mapping):
+        listed = list(listed.items())
+    elif isinstance(listed, set):
+        raise TypeError("parameters must come in an order that stays the same: give a list, not a set")
+    known = {id(p) for p in params.values()}
+    found = []
+    new: dict[str, Any] = {}
+    for each in listed:
+        if isinstance(each, str):
+            each = _by_name(each, params, aliases)
+        elif isinstance(each, tuple):
+            name, each = each
+            if id(each) not in known:
+                if name in params or name in aliases or name in new:
+                    raise ValueError(f"there is another parameter of the name {name!r} already")
+                new[name] = each
+        elif id(each) not in known:
+            raise ValueError(
+                f"a parameter of shape {tuple(each.shape)} has no name: some parameters are not in the module. Give (name, parameter)"
+                if isinstance(each, torch.Tensor)
+                else f"optimizer can only optimize Tensors, but one of the params is {torch.typename(each)}"
+            )
+        found.append(each)
+    return {**options_of(dict(given)), "params": found}, new
+
+
+def _by_name(name: str, params: Mapping[str, Any], aliases: Mapping[str, str]) -> Any:
+    name = aliases.get(name, name)
+    if name not in params:
+        raise ValueError(f"there is no parameter of the name {name!r}")
+    return params[name]

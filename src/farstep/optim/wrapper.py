@@ -1,0 +1,103 @@
+"""KeyedOptimizerWrapper: any optimizer, with its state by the names of parameters."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+
+from farstep.optim import fast
+from farstep.optim.fitting import State, fitted
+from farstep.optim.groups import copied
+from farstep.optim.keyed import KeyedOptimizer
+from farstep.optim.loading import KeyCheck, put, rehearse, untangled
+from farstep.optim.names import group_of, without_ties
+from farstep.optim.state_dicts import rekey
+
+__all__ = ["KeyedOptimizerWrapper"]
+
+
+class KeyedOptimizerWrapper(KeyedOptimizer):
+    """Any optimizer, with its state by the names of parameters.
+
+    Args:
+        params: name -> parameter, as for KeyedOptimizer.
+        optim_factory: makes the optimizer of a list of these parameters.
+    """
+
+    def __init__(self, params: Mapping[str, Any], optim_factory: Callable[[list[Any]], Optimizer]) -> None:
+        optimizer = optim_factory(list(without_ties(params)[0].values()))
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"{optim_factory!r} made a {type(optimizer).__name__}, and not a torch.optim.Optimizer"
+            )
+        self._optimizer = optimizer
+        self._begin(params, optimizer, optimizer.defaults)
+        self._refuse_strangers()
+
+    @property
+    def _stepper(self) -> Optimizer:
+        return self._optimizer
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """A step of the optimizer; returns the closure's loss."""
+        # A class of a user's may take no closure.
+        return self._optimizer.step() if closure is None else self._optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._optimizer.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: Mapping[str, Any]) -> None:
+        """Add a group: "params", a list of names, parameters, or (name, parameter) pairs of new ones, and options."""
+        group, new = self._group(param_group)
+        self._optimizer.add_param_group(group)
+        self._params.update(new)
+
+    def _group(self, given: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        return group_of(given, self.params, self.aliases)
+
+    def _read(self) -> dict[str, Any]:
+        names = [name for group in self._named_groups() for name in group["param_names"]]
+        return rekey(self._optimizer.state_dict(), names, type(self._optimizer).__name__)
+
+    def _prepare(self, saved: Mapping[str, Any], strict: bool) -> list[Callable[[], None]]:
+        plan = self._plan(saved, strict)
+        optimizer = self._optimizer
+        is_torchs = fast.is_torchs(optimizer)
+        live = self._live_ids()
+        states: dict[int, State] = {}
+        groups: list[dict[str, Any]] = []
+        positions = itertools.count()
+        for number, group in enumerate(self._named_groups()):
+            places = []
+            check = KeyCheck(optimizer, plan.options[number], not self.saves_param_groups)
+            for name, position in zip(group["param_names"], positions, strict=False):
+                places.append(position)
+                parameter = self.params[name]
+                old = self.state.get(parameter) or {}
+                if name in plan.kept:
+                    new = dict(old)
+                else:
+                    new = fitted(optimizer, name, parameter, plan.states.get(name), old) or {}
+                    if new and strict:
+                        check(name, parameter, new)
+                if new:
+                    states[position] = untangled(new, old, live) if is_torchs else copied(new)
+            groups.append({**copied(plan.options[number]), "params": places})
+        packed = {"state": states, "param_groups": groups}
+        rehearse(optimizer, packed)
+
+        def commit() -> None:
+            before = dict(optimizer.state)
+            optimizer.load_state_dict(packed)
+            if is_torchs:  # they take the tensors that they are given
+                for parameter, state in optimizer.state.items():
+                    old = before.get(parameter, {})
+                    state.update({key: put(value, old.get(key)) for key, value in state.items()})
+
+        return [commit]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} over {self._optimizer!r}"
