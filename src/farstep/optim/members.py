@@ -86,14 +86,14 @@ class Member:
 
     def counts(self) -> bool:
         """Whether this rank speaks for its part, rather than another with a replica of it."""
-        return _is_first(shards_of(self.parameter, self.group, self.name), self.group)
+        return _is_first(shards_of(self.parameter, self.group, name=self.name), self.group)
 
     def form(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Any:
         """A state of the parameter's shape, in the parameter's own form, from what belongs to each shadow."""
         return tensors[0]
 
     def shards(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Shards:
-        return shards_of(self.form(tensors, dtype), self.group, self.name)
+        return shards_of(self.form(tensors, dtype), self.group, name=self.name)
 
 
 class _OfDTensor(Member):

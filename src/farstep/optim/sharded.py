@@ -28,6 +28,7 @@ __all__ = ["ShardedOptimizer"]
 BUCKET_BYTES = 16 << 20
 SHARD = ("auto", "state", "none")
 
+
 class ShardedOptimizer(Optimizer):
     """`optimizer_class` on this rank's part of every parameter.
 
@@ -130,9 +131,7 @@ class ShardedOptimizer(Optimizer):
         self._zeros += zeros
         self._adopt([group])
 
-    def _take(
-        self, groups: list[NamedGroup], first: int = 0
-    ) -> tuple[list[list[Member]], list[Zero]]:
+    def _take(self, groups: list[NamedGroup], first: int = 0) -> tuple[list[list[Member]], list[Zero]]:
         """The parameters of new groups as members, once all ranks are known to have the same."""
         self._check_same(groups)
         flat = [
@@ -214,7 +213,7 @@ class ShardedOptimizer(Optimizer):
         if self._ranks == 1:
             return
         name = name_of_class(kind)
-        closure = inspect.signature(kind.step).parameters.get("closure") if isinstance(kind, type) else None
+        closure = inspect.signature(kind.step).parameters.get("closure") if hasattr(kind, "step") else None
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise TypeError(
                 f"{name} computes the loss several times in one step and needs all gradients together, so it cannot work on a part of the parameters. Use "
@@ -224,7 +223,9 @@ class ShardedOptimizer(Optimizer):
             raise TypeError(
                 f'{name} wants sparse gradients, and the state of replicated parameters is spread by dense ranges. shard="none" steps them on every rank'
             )
-        sharded = [n for g in groups for n, p in zip(g.names, g.parameters, strict=True) if kind_of(p) != "Tensor"]
+        sharded = [
+            n for g in groups for n, p in zip(g.names, g.parameters, strict=True) if kind_of(p) != "Tensor"
+        ]
         if sharded and kind in NOT_ELEMENTWISE and not elementwise:
             raise TypeError(
                 f"{name} needs whole parameters, and {sharded[0]!r} is spread over ranks: on local shards its result would be another one. Use an "
@@ -234,7 +235,7 @@ class ShardedOptimizer(Optimizer):
     # -- steps --------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step, on all ranks at once. Returns what `closure` returned, which is called first, once.
 
         A parameter that has no gradient on any rank is left alone. One that has on some counts as zero on the others.
@@ -328,7 +329,7 @@ class ShardedOptimizer(Optimizer):
 
     # -- state --------------------------------------------------------------------------------------------
 
-    def state_dict(  # type: ignore[override]
+    def state_dict(
         self, *, full: bool = False, rank0_only: bool = False, cpu_offload: bool = False
     ) -> dict[str, Any]:
         """The state by parameter name: `{"state": {name: ...}, "param_groups": [...]}`. All ranks call it.
@@ -341,7 +342,7 @@ class ShardedOptimizer(Optimizer):
         found = sharded_state.read(self, full, rank0_only, cpu_offload)
         return adapters.run_state_dict_post_hooks(self, found)
 
-    def load_state_dict(  # type: ignore[override]
+    def load_state_dict(
         self, state_dict: Any, *, strict: bool = True, broadcast_from_rank0: bool = False
     ) -> None:
         """Load what `state_dict` gave, here or on any other number of ranks, full or not. All ranks call it.

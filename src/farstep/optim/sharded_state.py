@@ -22,7 +22,7 @@ from farstep.optim.fitting import twin_of
 from farstep.optim.groups import copied
 from farstep.optim.members import Member, kind_of
 from farstep.optim.state_dicts import build, plan_load
-from farstep.state import Box, Layout, Shards, Spread, exchange, plan, respread, shards_of
+from farstep.state import Box, Layout, Shards, Spread, exchange, local_tensors, plan, respread, shards_of
 
 if TYPE_CHECKING:
     from farstep.optim.sharded import ShardedOptimizer
@@ -51,9 +51,7 @@ Entries = dict[str, dict[str, Entry]]
 """By the names of parameter and state."""
 
 
-def read(
-    optimizer: ShardedOptimizer, full: bool, rank0_only: bool, cpu_offload: bool
-) -> dict[str, Any]:
+def read(optimizer: ShardedOptimizer, full: bool, rank0_only: bool, cpu_offload: bool) -> dict[str, Any]:
     rank = _rank(optimizer)
     held = _held(optimizer)
     schema = _merged(gathered(optimizer.process_group, _schema(optimizer, held)))
@@ -240,12 +238,12 @@ def _described(
     if not isinstance(value, Tensor):
         return _Number(value), []
     if value.dim() == 0:
-        return _Number(value.to_local() if kind_of(value) == "DTensor" else value), []
+        return _Number(local_tensors(value)[0]), []
     if value.layout is not torch.strided and kind_of(value) == "Tensor":
         raise StateMismatch(
             f"the state {key!r} of parameter {name!r} is {value.layout}; nothing has been loaded"
         )
-    shards = shards_of(value, optimizer.process_group, _label(name, key))
+    shards = shards_of(value, optimizer.process_group, name=_label(name, key))
     return _Spread(shards.shape, shards.dtype, {rank: shards.spread.boxes(rank)}), shards.tensors
 
 
@@ -282,16 +280,21 @@ def _targets(
     for member in _members(optimizer):
         if member.name not in wanted:
             continue
-        states[member.name] = mine = [{} for _ in member.shadows]
+        mine: list[dict[str, Any]] = [{} for _ in member.shadows]
+        states[member.name] = mine
         for key, entry in wanted[member.name].items():
             if isinstance(entry, _Number):
                 for state in mine:
                     state[key] = copied(entry.value)
                 continue
             if entry.shape == member.shape:
-                tensors = [torch.empty_like(s, dtype=entry.dtype, requires_grad=False) for s in member.shadows]
+                tensors = [
+                    torch.empty_like(s, dtype=entry.dtype, requires_grad=False) for s in member.shadows
+                ]
             elif member.takes_any_shape and _may_differ(optimizer):
-                tensors = [torch.empty(entry.shape, dtype=entry.dtype, device=s.device) for s in member.shadows]
+                tensors = [
+                    torch.empty(entry.shape, dtype=entry.dtype, device=s.device) for s in member.shadows
+                ]
             else:
                 raise StateMismatch(
                     f"the state {key!r} of parameter {member.name!r} has shape {entry.shape}, which does not fit the parameter's, {member.shape}; nothing has "
