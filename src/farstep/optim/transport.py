@@ -7,8 +7,8 @@ way the one before it is being updated. `docs/decisions/0006-sharded-optimizer.m
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -36,19 +36,34 @@ class _Post:
     ops: list[dist.P2POp]
     works: list[dist.Work]
     then: list[Callable[[], None]]
+    waited: set[int] = field(default_factory=set)
+    """Nothing is waited for twice: gloo would wait for another message."""
 
-    def wait(self) -> None:
-        for position, work in enumerate(self.works):
-            try:
-                work.wait()
-            except RuntimeError as exc:
-                peer = self.ops[position].peer if len(self.works) == len(self.ops) else "another rank"
-                raise OptimError(
-                    f"rank {dist.get_rank()}: {self.what} rank {peer} failed: {exc}. That rank has died or does not step too. Some parameters may have "
-                    f"been updated and others not: start again from a checkpoint"
-                ) from exc
+    def receive(self) -> None:
+        """Wait for what is to come, and not yet for what is to go; where a backend has one work for all, for both."""
+        separate = len(self.works) == len(self.ops)
+        self._wait(
+            [i for i, op in enumerate(self.ops) if op.op is dist.irecv]
+            if separate
+            else range(len(self.works))
+        )
+
+    def finish(self) -> None:
+        self._wait(range(len(self.works)))
         for each in self.then:
             each()
+
+    def _wait(self, which: Iterable[int]) -> None:
+        for i in [i for i in which if i not in self.waited]:
+            self.waited.add(i)
+            try:
+                self.works[i].wait()
+            except RuntimeError as exc:
+                peer = f"rank {self.ops[i].peer}" if len(self.works) == len(self.ops) else "another rank"
+                raise OptimError(
+                    f"rank {dist.get_rank()}: {self.what} {peer} failed: {exc}. That rank has died or does not step too. Some parameters may have "
+                    f"been updated and others not: start again from a checkpoint"
+                ) from exc
 
 
 class Transport:
@@ -89,12 +104,14 @@ class Transport:
             received: list[Tensor] = []
             if reduce:
                 post, received = posts.popleft()
-                post.wait()
+                post.receive()
             if n < len(mine):
                 own = pack(gradients, like, self._owned[self._rank][mine[n]])
                 yield n, mine[n], self._mean(own, received) if reduce else own
             else:
                 yield n, None, None
+            if reduce:
+                post.finish()
             if reduce and n + DEPTH < most:
                 posts.append(self._post_gradients(n + DEPTH, gradients, like, live))
 
@@ -181,11 +198,11 @@ class _Gather:
         """This rank's n-th piece is updated."""
         self._posts.append(self._transport._post_values(n, self._values, self._live))
         if len(self._posts) > DEPTH:
-            self._posts.popleft().wait()
+            self._posts.popleft().finish()
 
     def finish(self) -> None:
         while self._posts:
-            self._posts.popleft().wait()
+            self._posts.popleft().finish()
 
 
 def in_place(tensors: Sequence[Tensor | None], piece: Piece) -> Tensor | None:
