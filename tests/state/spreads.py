@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Mapping, Sequence
 
@@ -76,7 +77,7 @@ def _grid(rng: random.Random, shape: Sequence[int]) -> list[Box]:
         parts = [
             Box((*part.offsets, a), (*part.sizes, b - a))
             for part in parts
-            for a, b in zip(cuts, cuts[1:], strict=False)
+            for a, b in itertools.pairwise(cuts)
         ]
     return parts
 

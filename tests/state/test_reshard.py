@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 
-import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from state.spreads import carried_out, expected, fresh, held, random_layout
 
-from farstep.errors import LayoutError
-from farstep.state import Box, Layout, Plan, Spread, plan
+from farstep.state import Plan, plan
+from state.spreads import carried_out, expected, fresh, held, random_layout
 
 F32 = torch.float32
 SHAPES = st.lists(st.integers(0, 7), min_size=0, max_size=4).map(tuple)

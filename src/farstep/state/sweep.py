@@ -66,10 +66,10 @@ def _meet(a: Boxes, b: Boxes, dim: int) -> tuple[Ints, Ints]:
     p, q, m, n = p[~few], q[~few], m[~few], n[~few]
     rows_a, rows_b = ours.rows(spans(ours.first[p], m)), theirs.rows(spans(theirs.first[q], n))
     pairs = np.arange(len(p), dtype=np.int64)
-    k, l = _meet(
+    k, m = _meet(
         _regrouped(a, rows_a, np.repeat(pairs, m)), _regrouped(b, rows_b, np.repeat(pairs, n)), dim + 1
     )
-    return np.concatenate([i, rows_a[k]]), np.concatenate([j, rows_b[l]])
+    return np.concatenate([i, rows_a[k]]), np.concatenate([j, rows_b[m]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +112,9 @@ def _on_line(xa: Ints, ya: Ints, xb: Ints, yb: Ints) -> tuple[Ints, Ints]:
         j, i = _by_range(xb, yb, xa, ya)
         return i, j
     # Intervals within intervals. Of two that meet, one starts within the other, or both start together.
-    i, k = _starting_within(xb, xa, ya, "left")
-    j, l = _starting_within(xa, xb, yb, "right")
-    return np.concatenate([k, j]), np.concatenate([i, l])
+    j, i = _starting_within(xb, xa, ya, at_start=True)
+    more_i, more_j = _starting_within(xa, xb, yb, at_start=False)
+    return np.concatenate([i, more_i]), np.concatenate([j, more_j])
 
 
 def _by_range(xa: Ints, ya: Ints, xb: Ints, yb: Ints) -> tuple[Ints, Ints]:
@@ -124,13 +124,11 @@ def _by_range(xa: Ints, ya: Ints, xb: Ints, yb: Ints) -> tuple[Ints, Ints]:
     return spans(first, count), np.repeat(np.arange(len(xb), dtype=np.int64), count)
 
 
-def _starting_within(starts: Ints, x: Ints, y: Ints, side: str) -> tuple[Ints, Ints]:
-    """Pairs: which of `starts` lies in which interval. With `right`, one at its very start does not count."""
-    first = np.searchsorted(starts, x, side="left" if side == "left" else "right")
-    count = np.searchsorted(starts, y, side="left") - first
-    return spans(first, np.maximum(count, 0)), np.repeat(
-        np.arange(len(x), dtype=np.int64), np.maximum(count, 0)
-    )
+def _starting_within(starts: Ints, x: Ints, y: Ints, at_start: bool) -> tuple[Ints, Ints]:
+    """Pairs: which of `starts` lies in which interval. Whether one that lies at its very start does is for the caller to say."""
+    first = np.searchsorted(starts, x, side="left" if at_start else "right")
+    count = np.maximum(np.searchsorted(starts, y, side="left") - first, 0)
+    return spans(first, count), np.repeat(np.arange(len(x), dtype=np.int64), count)
 
 
 def _crossed(ours: _Bands, theirs: _Bands, p: Ints, q: Ints) -> tuple[Ints, Ints]:

@@ -11,6 +11,8 @@ import itertools
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple, cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -20,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from farstep.errors import LayoutError
-from farstep.state.adapters.ranks import Group, own_rank, ranks_within
+from farstep.state.adapters.ranks import Group, numbers_within, own_rank, ranks_within
 from farstep.state.box import Box
 from farstep.state.layout import Ints, Spread
 from farstep.state.shards import Shards
@@ -32,11 +34,33 @@ Cut = tuple[int, int]
 Cuts = tuple[tuple[Cut, ...], ...]  # those of each tensor dimension, in order
 
 
+class _Mesh(NamedTuple):
+    """A device mesh: its shape, its ranks one by one, and a row of ranks for it and each of its siblings in the mesh it was sliced from."""
+
+    shape: tuple[int, ...]
+    ranks: Ints
+    siblings: Ints
+
+
+# Kept, because torch takes longer to tell than all the rest together.
+_MESHES: WeakKeyDictionary[DeviceMesh, _Mesh] = WeakKeyDictionary()
+
+
 def shards(value: DTensor, group: Group, name: str) -> Shards:
-    mesh = value.device_mesh
-    coordinates, offsets, sizes = _boxes(_mesh_shape(mesh), _cuts(value, name), tuple(value.shape))
-    ranks = ranks_within(group, _mesh_ranks(mesh), name, "device mesh")[coordinates]
-    spread = Spread(tuple(value.shape), value.dtype, ranks, offsets, sizes)
+    """Its ranks are those of its mesh; where that is a slice of a larger one, its siblings have the same, as far as the group reaches.
+
+    So FSDP2 has it with a parameter that is not tensor parallel in a model that is: there is one DTensor for each slice, all alike.
+    """
+    mesh = _mesh_of(value)
+    shape = tuple(value.shape)
+    coordinates, offsets, sizes = _boxes(mesh.shape, _cuts(value, name), shape)
+    ranks = ranks_within(group, mesh.ranks, name, "device mesh")[coordinates]
+    if len(mesh.siblings) > 1:
+        ranks = numbers_within(group, mesh.siblings, name)[:, coordinates].reshape(-1)
+        held = ranks >= 0
+        ranks = ranks[held]
+        offsets, sizes = (np.tile(each, (len(mesh.siblings), 1))[held] for each in (offsets, sizes))
+    spread = Spread(shape, value.dtype, ranks, offsets, sizes)
     return Shards(spread, _views(local_tensors(value)[0], spread.boxes(own_rank(group)), value, name))
 
 
@@ -46,7 +70,7 @@ def local_tensors(value: DTensor) -> list[Tensor]:
         return [value.to_local().detach()]
 
 
-def like(value: DTensor, tensors: Sequence[Tensor]) -> DTensor:
+def like(value: DTensor, tensors: Sequence[Tensor], dtype: torch.dtype) -> DTensor:
     """With the mesh and the placements of `value`, and this local tensor."""
     (local,) = tensors
     made = DTensor.from_local(
@@ -65,18 +89,48 @@ def like(value: DTensor, tensors: Sequence[Tensor]) -> DTensor:
     return made
 
 
-def _mesh_shape(mesh: DeviceMesh) -> tuple[int, ...]:
-    return tuple(mesh.mesh.shape)
+def _mesh_of(value: DTensor) -> _Mesh:
+    mesh = value.device_mesh
+    known = _MESHES.get(mesh)
+    if known is None:
+        known = _MESHES[mesh] = _look_at(mesh)
+    return known
 
 
-def _mesh_ranks(mesh: DeviceMesh) -> Ints:
-    ranks: Ints = mesh.mesh.reshape(-1).numpy().astype(np.int64)
-    return ranks
+def _look_at(mesh: DeviceMesh) -> _Mesh:
+    ranks = mesh.mesh
+    shape = tuple(ranks.shape)
+    own: Ints = ranks.reshape(-1).numpy().astype(np.int64)
+    whole: Ints = _root(mesh).mesh.numpy().astype(np.int64)
+    # The mesh varies along some dimensions of its root. Its siblings are at the other coordinates of the rest.
+    at = np.stack([np.argwhere(whole == rank)[0] for rank in own]) if np.isin(own, whole).all() else None
+    if at is None:
+        return _Mesh(shape, own, own[None])
+    varies = [d for d in range(whole.ndim) if len(np.unique(at[:, d])) > 1]
+    if math.prod(whole.shape[d] for d in varies) != len(own):
+        return _Mesh(shape, own, own[None])
+    rest = [range(1) if d in varies else range(whole.shape[d]) for d in range(whole.ndim)]
+    siblings = []
+    for coordinate in itertools.product(*rest):
+        where = [at[:, d] if d in varies else np.full(len(own), coordinate[d]) for d in range(whole.ndim)]
+        siblings.append(whole[tuple(where)])
+    return _Mesh(shape, own, np.stack(siblings))
+
+
+def _root(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that this one was sliced from, or itself."""
+    if hasattr(mesh, "_get_root_mesh"):  # torch >= 2.9
+        root = mesh._get_root_mesh()
+    else:
+        from torch.distributed.device_mesh import _mesh_resources
+
+        root = _mesh_resources.get_root_mesh(mesh)
+    return cast(DeviceMesh, root)
 
 
 def _cuts(value: DTensor, name: str) -> Cuts:
     """Which mesh dimensions cut each dimension of the tensor, in which order."""
-    mesh_shape = _mesh_shape(value.device_mesh)
+    mesh_shape = _mesh_of(value).shape
     cuts: list[list[Cut]] = [[] for _ in value.shape]
     is_strided = False
     for mesh_dim, placement in enumerate(value.placements):
@@ -204,7 +258,7 @@ def _views(local: Tensor, boxes: Sequence[Box], value: DTensor, name: str) -> li
     if not fits:
         raise LayoutError(
             f"the local tensor of {name!r} has the shape {tuple(local.shape)}, and {value.placements} of {tuple(value.shape)} on a mesh of "
-            f"{_mesh_shape(value.device_mesh)} give this rank {expected or 'no elements'}: make it with distribute_tensor, or give "
+            f"{_mesh_of(value).shape} give this rank {expected or 'no elements'}: make it with distribute_tensor, or give "
             f"DTensor.from_local the shape and stride of the whole"
         )
     if len(boxes) <= 1:

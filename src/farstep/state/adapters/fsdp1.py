@@ -126,15 +126,11 @@ def _flat_parameter(
         for each in flat._shared_param_infos
     }
     count = handle.world_size if handle.uses_sharded_strategy else 1
-    rows = _grid(fsdp, names[0])
-    columns = (
-        list(zip(*rows, strict=True)) if handle.uses_sharded_strategy else [list(itertools.chain(*rows))]
+    ranks = ranks_within(
+        group, np.array(_grid(fsdp, names[0]), dtype=np.int64), names[0], "FSDP process group"
     )
-    holders = [
-        ranks_within(group, np.array(column, dtype=np.int64), names[0], "FSDP process group").tolist()
-        for column in columns
-    ]
-    own_rank(group)
+    holders = ranks.T.tolist() if handle.uses_sharded_strategy else [ranks.reshape(-1).tolist()]
+    own_rank(group)  # raises on a rank that is not in the group
     ends = list(itertools.accumulate(flat._numels_with_padding, initial=0))
     total = ends.pop()
     layout = FlatLayout(

@@ -45,7 +45,7 @@ def local_tensors(value: Tensor) -> list[Tensor]:
     return [value.detach()]
 
 
-def like(value: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+def like(value: Tensor, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     (tensor,) = tensors
     return tensor
 

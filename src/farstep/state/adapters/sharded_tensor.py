@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._shard.metadata import ShardMetadata
@@ -51,19 +52,19 @@ def local_tensors(value: ShardedTensor) -> list[Tensor]:
     return [each.tensor.detach() for each in value.local_shards()]
 
 
-def like(value: ShardedTensor, tensors: Sequence[Tensor]) -> ShardedTensor:
+def like(value: ShardedTensor, tensors: Sequence[Tensor], dtype: torch.dtype) -> ShardedTensor:
     """With the shards of `value`, and these local tensors, one for each of its local shards. All ranks give the same dtype."""
     old = value.metadata()
     local = value.local_shards()
-    if len(tensors) != len(local):
-        raise LayoutError(
-            f"a ShardedTensor with {len(local)} local shards takes as many tensors, not {len(tensors)}"
-        )
-    made = [Shard(t.detach().contiguous(), each.metadata) for t, each in zip(tensors, local, strict=True)]
-    properties = TensorProperties(
-        dtype=made[0].tensor.dtype if made else old.tensor_properties.dtype, requires_grad=False
+    made = [
+        Shard(tensor.detach().contiguous(), _within(each.metadata, old.size))
+        for tensor, each in zip(tensors, local, strict=True)
+    ]
+    metadata = ShardedTensorMetadata(
+        [_within(each, old.size) for each in old.shards_metadata],
+        old.size,
+        TensorProperties(dtype=dtype, requires_grad=False),
     )
-    metadata = ShardedTensorMetadata(old.shards_metadata, old.size, properties)
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         made, metadata, process_group=value._process_group, sharding_spec=value.sharding_spec()
     )
@@ -77,3 +78,9 @@ def _rank(shard: ShardMetadata, name: str) -> int:
             f"use placements like 'rank:0/cpu'"
         )
     return int(rank)
+
+
+def _within(shard: ShardMetadata, size: Sequence[int]) -> ShardMetadata:
+    """The same, but an empty shard of a chunk spec may begin beyond the tensor's end, which torch itself refuses when it is given."""
+    offsets = [min(offset, end) for offset, end in zip(shard.shard_offsets, size, strict=True)]
+    return ShardMetadata(offsets, shard.shard_sizes, shard.placement)

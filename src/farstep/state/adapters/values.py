@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor
 
 from farstep.errors import LayoutError
@@ -25,7 +26,7 @@ class _Adapter(Protocol):
 
     def local_tensors(self, value: Any) -> list[Tensor]: ...
 
-    def like(self, value: Any, tensors: Sequence[Tensor]) -> Any: ...
+    def like(self, value: Any, tensors: Sequence[Tensor], dtype: torch.dtype) -> Any: ...
 
 
 # torch's module, its class, our adapter. Importing torch.distributed.tensor takes a second, so it is left to those who have such tensors.
@@ -61,10 +62,11 @@ def local_tensors(value: Tensor | Shards) -> list[Tensor]:
     return value.tensors if isinstance(value, Shards) else _adapter(value, "the tensor").local_tensors(value)
 
 
-def like(value: Tensor | Shards, tensors: Sequence[Tensor]) -> Any:
+def like(value: Tensor | Shards, tensors: Sequence[Tensor], *, dtype: torch.dtype | None = None) -> Any:
     """The inverse of `local_tensors`: a tensor of the type of `value`, spread as it is, that keeps its part in these tensors.
 
     They have the shapes of `local_tensors(value)`, and one dtype, which may be another: the state of an optimizer in its parameter's own form.
+    Give `dtype` where some rank may have no tensors to tell it by; it is then that of `value`.
     """
     own = local_tensors(value)
     if [t.shape for t in tensors] != [t.shape for t in own]:
@@ -72,10 +74,14 @@ def like(value: Tensor | Shards, tensors: Sequence[Tensor]) -> Any:
             f"tensors of the shapes {[tuple(t.shape) for t in tensors]} were given in place of {[tuple(t.shape) for t in own]}: give one of "
             f"the same shape for each of local_tensors(value)"
         )
+    dtype = dtype or (tensors[0] if tensors else value).dtype
+    if any(t.dtype != dtype for t in tensors):
+        raise LayoutError(
+            f"tensors of the dtypes {[t.dtype for t in tensors]} cannot be one tensor of {dtype}"
+        )
     if not isinstance(value, Shards):
-        return _adapter(value, "the tensor").like(value, tensors)
+        return _adapter(value, "the tensor").like(value, tensors, dtype)
     old = value.spread
-    dtype = tensors[0].dtype if tensors else old.dtype
     return Shards(Spread(old.shape, dtype, old.ranks, old.offsets, old.sizes), tensors)
 
 
