@@ -48,13 +48,14 @@ class Zero:
                 p.numel(),
                 p.element_size(),
                 (number, p.dtype, p.device),
-                whole=not elementwise or not p.is_contiguous(),
+                whole=not elementwise,
+                in_one_piece=not p.is_contiguous(),
             )
             for p, number in zip(parameters, numbers, strict=True)
         ]
         # A rank has a buffer for each other rank, so that memory stays the same however many there are.
         piece_bytes = max(bucket_bytes // (ranks - 1), 1)
-        self._owned = divide(extents, ranks, piece_bytes, cut_whole=not elementwise)
+        self._owned = divide(extents, ranks, piece_bytes)
         self._transport = Transport(group, self._owned, names)
         self.held: list[dict[int, list[Segment]]] = [{} for _ in parameters]
         """Of each parameter: which ranks own what."""
