@@ -48,8 +48,13 @@ def test_every_function_of_autograd_is_explained():
 
 def test_every_method_of_the_optimizer_is_explained():
     text = (ROOT / "docs" / "optim.md").read_text()
+    named = (ROOT / "docs" / "named.md").read_text()
     own = [name for name in vars(optim.DistributedOptimizer) if not name.startswith("_")]
-    assert [name for name in [*optim.__all__, *own] if not re.search(rf"\b{name}\b", text)] == []
+    assert [name for name in own if not re.search(rf"\b{name}\b", text)] == []
+    assert [name for name in optim.__all__ if not re.search(rf"\b{name}\b", text + named)] == []
+    kinds = (optim.NamedOptimizer, optim.KeyedOptimizer, optim.KeyedOptimizerWrapper, optim.CombinedOptimizer)
+    theirs = {name for kind in kinds for name in vars(kind) if not name.startswith("_")}
+    assert [name for name in theirs if not re.search(rf"\b{name}\b", named)] == []
 
 
 def test_architecture_names_every_module():
