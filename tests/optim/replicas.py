@@ -9,6 +9,12 @@ from torch import nn
 from farstep.optim import ShardedOptimizer
 
 
+def by(same_host, body, *args):
+    """Run a test's body with this as the optimizer's default."""
+    ShardedOptimizer.__init__.__kwdefaults__["same_host"] = same_host
+    return body(*args)
+
+
 class Scaled(nn.Module):
     """Parameters of all sorts: matrices, vectors, one number, none at all, and one that is transposed in memory."""
 

@@ -5,19 +5,20 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+
+from farstep.errors import OptimError
+from farstep.optim import ShardedOptimizer
 from optim.replicas import (
     Scaled,
     assert_same,
     assert_same_state,
+    by,
     give,
     give_mean,
     gradient,
     pair,
 )
-from torch import nn
-
-from farstep.errors import OptimError
-from farstep.optim import ShardedOptimizer
 
 CLASSES = {
     "Adadelta": {"lr": 0.5, "foreach": False},
@@ -56,14 +57,20 @@ def twenty_steps(name, dtype):
     assert_same_state(sharded.state_dict(full=True), plain, twin)
 
 
+WAYS = pytest.mark.parametrize("same_host", [False, None], ids=["messages", "memory"])
+"""Here the ranks are on one host: by default they read each other's memory."""
+
+
+@WAYS
 @pytest.mark.parametrize("name", CLASSES)
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_twenty_steps_are_those_of_one_process(on_ranks, ranks, name):
-    on_ranks(ranks, twenty_steps, name, torch.float32)
+def test_twenty_steps_are_those_of_one_process(on_ranks, name, same_host):
+    on_ranks(3 if same_host is None else 2, by, same_host, twenty_steps, name, torch.float32)
 
 
-def test_twenty_steps_on_four_ranks_in_half_precision(on_ranks):
-    on_ranks(4, twenty_steps, "AdamW", torch.bfloat16)
+@WAYS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_twenty_steps_in_half_precision(on_ranks, dtype, same_host):
+    on_ranks(2 if same_host is None else 4, by, same_host, twenty_steps, "AdamW", dtype)
 
 
 def defaults_are_fused_where_that_is_fast():
@@ -255,7 +262,9 @@ def classes_that_need_whole_parameters():
 
         def only(model, kind=kind):
             return {
-                name: p for name, p in model.named_parameters() if kind is Trust or p.dim() == 2 and p.numel()
+                name: p
+                for name, p in model.named_parameters()
+                if kind is Trust or (p.dim() == 2 and p.numel())
             }
 
         model, sharded, twin, plain = pair(kind, options, groups=only, **small())
@@ -302,8 +311,8 @@ def ranks_that_disagree():
         made({"a": tensor(2), ("c" if rank else "b"): tensor(2)})
     with pytest.raises(OptimError, match=r"torch.float64"):
         made({"a": tensor(2, dtype=torch.float64 if rank else torch.float32)})
+    pairs = [("a", tensor(2)), ("b", tensor(2))]
     with pytest.raises(OptimError, match="in another order on rank"):
-        pairs = [("a", tensor(2)), ("b", tensor(2))]
         made(pairs[::-1] if rank else pairs)
     with pytest.raises(OptimError, match="'the optimizer class' is SGD on rank 0; Adagrad on rank"):
         made({"a": tensor(2)}, torch.optim.Adagrad if rank else torch.optim.SGD)
@@ -361,8 +370,9 @@ def a_group_within_the_job():
     ],
     ids=lambda body: body.__name__,
 )
-def test_on_two_ranks(on_ranks, body):
-    on_ranks(2, body)
+@WAYS
+def test_on_two_ranks(on_ranks, body, same_host):
+    on_ranks(2, by, same_host, body)
 
 
 @pytest.mark.parametrize(
@@ -370,5 +380,6 @@ def test_on_two_ranks(on_ranks, body):
     [groups_and_dtypes, gradients_that_are_not_there, fewer_elements_than_ranks, a_group_within_the_job],
     ids=lambda body: body.__name__,
 )
-def test_on_three_ranks(on_ranks, body):
-    on_ranks(3, body)
+@WAYS
+def test_on_three_ranks(on_ranks, body, same_host):
+    on_ranks(3, by, same_host, body)

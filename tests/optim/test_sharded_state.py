@@ -5,11 +5,11 @@ import io
 import pytest
 import torch
 import torch.distributed as dist
-from optim.replicas import Scaled, assert_same, assert_same_state, give, give_mean, pair
 
 from farstep.errors import OptimError, StateMismatch
 from farstep.optim import NamedOptimizer, ShardedOptimizer
 from farstep.state import Shards
+from optim.replicas import Scaled, assert_same, assert_same_state, give, give_mean, pair
 
 OPTIONS = {"lr": 0.01, "amsgrad": True}
 
@@ -43,7 +43,7 @@ def loaded(data):
 
 
 def save(kind, options):
-    model, sharded = trained(kind, options)
+    _, sharded = trained(kind, options)
     return saved(sharded.state_dict()), saved(sharded.state_dict(full=True))
 
 
@@ -123,7 +123,7 @@ def forms():
 
 
 def misfits():
-    model, sharded = trained()
+    _, sharded = trained()
     good = sharded.state_dict(full=True)
     before = sharded.state_dict(full=True)
 
@@ -157,7 +157,7 @@ def misfits():
             torch.equal(now["state"][n][k], v) for n, e in before["state"].items() for k, v in e.items()
         )
     # One rank's trouble is every rank's.
-    with pytest.raises(OptimError, match="has shape|rank 1 could not go on|in one part and"):
+    with pytest.raises(OptimError, match=r"has shape|rank 1 could not go on|in one part and"):
         sharded.load_state_dict(changed(cube=tall) if dist.get_rank() else good)
     # A part of the state that nobody has is not taken to be zero.
     parts = sharded.state_dict()

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from optim.replicas import Scaled, assert_same, give, give_mean, pair
 from support.ranks import Ranks
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
@@ -13,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from farstep.errors import OptimError
 from farstep.optim import ShardedOptimizer
+from optim.replicas import Scaled, assert_same, by, give, give_mean, pair
 
 ADAMW = (torch.optim.AdamW, {"lr": 0.01, "fused": True})
 
@@ -148,14 +148,15 @@ def more_groups():
 @pytest.mark.parametrize("reduce_gradients", [True, False])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_clipping(on_ranks, ranks, reduce_gradients):
-    on_ranks(ranks, clipping, reduce_gradients)
+    on_ranks(ranks, by, None if ranks == 2 else False, clipping, reduce_gradients)
 
 
+@pytest.mark.parametrize("same_host", [False, None], ids=["messages", "memory"])
 @pytest.mark.parametrize(
     "body", [clipping_too_early, schedules, hooks_and_closures, more_groups], ids=lambda body: body.__name__
 )
-def test_use(on_ranks, body):
-    on_ranks(2, body)
+def test_use(on_ranks, body, same_host):
+    on_ranks(2, by, same_host, body)
 
 
 def step_once(has_peer):
@@ -173,9 +174,10 @@ def step_once(has_peer):
 kept = {}
 
 
-def test_a_rank_that_dies_is_noticed():
+@pytest.mark.parametrize("same_host", [False, None], ids=["messages", "memory"])
+def test_a_rank_that_dies_is_noticed(same_host):
     with Ranks(3, timeout_s=5.0) as ranks:
-        ranks.run(step_once, True)
+        ranks.run(by, same_host, step_once, True)
         ranks.workers[1].kill()
         for pending in ranks.start(step_once, False):
             with pytest.raises(OptimError, match=r"rank [02].*(died|does not step)"):

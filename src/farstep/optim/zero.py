@@ -16,11 +16,16 @@ from torch.autograd.graph import increment_version
 
 from farstep.errors import OptimError
 from farstep.optim import fast
+from farstep.optim.direct import Direct
+from farstep.optim.neighbours import Neighbours
 from farstep.optim.partition import Extent, Segment, divide
 from farstep.optim.transport import Transport
 from farstep.state import Box, Shards, Spread, flat_boxes
 
 __all__ = ["Update", "Zero"]
+
+CACHED_BYTES = 4 << 20
+"""Pieces that are read from memory are best no larger: what was read is still in the cache when it is used."""
 
 Update = Callable[[Mapping[int, list[Tensor]]], None]
 """Runs the optimizer on these of its parameters, by the number of their group."""
@@ -39,6 +44,7 @@ class Zero:
         bucket_bytes: int,
         elementwise: bool,
         reduce_gradients: bool,
+        neighbours: Neighbours | None = None,
     ) -> None:
         self.names, self.parameters, self.numbers = names, parameters, numbers
         self._group, self._elementwise, self._reduce = group, elementwise, reduce_gradients
@@ -53,10 +59,14 @@ class Zero:
             )
             for p, number in zip(parameters, numbers, strict=True)
         ]
-        # A rank has a buffer for each other rank, so that memory stays the same however many there are.
-        piece_bytes = max(bucket_bytes // (ranks - 1), 1)
-        self._owned = divide(extents, ranks, piece_bytes)
-        self._transport = Transport(group, self._owned, names)
+        if neighbours is not None:
+            piece_bytes = min(bucket_bytes, CACHED_BYTES)
+            self._owned = divide(extents, ranks, piece_bytes)
+            self._transport: Transport = Direct(group, self._owned, names, neighbours)
+        else:
+            # A rank has a buffer for each other rank, so that memory stays the same however many there are.
+            self._owned = divide(extents, ranks, max(bucket_bytes // (ranks - 1), 1))
+            self._transport = Transport(group, self._owned, names)
         self.held: list[dict[int, list[Segment]]] = [{} for _ in parameters]
         """Of each parameter: which ranks own what."""
         for rank, pieces in enumerate(self._owned):
