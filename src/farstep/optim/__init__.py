@@ -12,7 +12,9 @@ from farstep.optim.combined import CombinedOptimizer
 from farstep.optim.distributed import DistributedOptimizer
 from farstep.optim.keyed import KeyedOptimizer
 from farstep.optim.named import NamedOptimizer
+from farstep.optim.named_groups import named_params_with_sharded_tensor
 from farstep.optim.parameters import parameter_rrefs
+from farstep.optim.sharded import ShardedOptimizer
 from farstep.optim.state_dicts import rekey
 from farstep.optim.wrapper import KeyedOptimizerWrapper
 
@@ -22,6 +24,8 @@ __all__ = [
     "KeyedOptimizer",
     "KeyedOptimizerWrapper",
     "NamedOptimizer",
+    "ShardedOptimizer",
+    "named_params_with_sharded_tensor",
     "parameter_rrefs",
     "rekey",
 ]

@@ -1,0 +1,381 @@
+"""ShardedOptimizer: any torch optimizer over parameters that are spread over ranks, or whose state is to be."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from farstep.errors import OptimError
+from farstep.optim import adapters, fast, sharded_state
+from farstep.optim.agreement import check_same, values_of
+from farstep.optim.elementwise import ELEMENTWISE, NOT_ELEMENTWISE
+from farstep.optim.members import Member, Part, kind_of, member_of
+from farstep.optim.named_groups import NamedGroup, parse_named_group, parse_named_groups
+from farstep.optim.neighbours import Neighbours
+from farstep.optim.sharded_clip import coefficient_of, total_norm
+from farstep.optim.state_dicts import name_of_class
+from farstep.optim.zero import Zero
+
+__all__ = ["ShardedOptimizer"]
+
+BUCKET_BYTES = 16 << 20
+SHARD = ("auto", "state", "none")
+
+
+class ShardedOptimizer(Optimizer):
+    """`optimizer_class` on this rank's part of every parameter.
+
+    DTensors and ShardedTensors are spread already: each rank updates its local shards, as with torch's class of this name. An ordinary replicated model,
+    as DistributedDataParallel has it, gets its optimizer state spread over the ranks: each rank owns an equal range of all elements, receives
+    the mean of the gradients for it, updates it, and sends the new values to the others (ZeRO-1).
+
+    Args:
+        named_params: a mapping of names to Tensor, ShardedTensor or DTensor, such as `dict(model.named_parameters())`; (name, parameter) pairs; or a
+            list of groups, dicts with such "params" and options of their own. The same on every rank.
+        optimizer_class, args, kwargs: the optimizer, and what it is given beside the parameters.
+        process_group: the ranks that share these parameters; all ranks of the job if it is None.
+        shard: "state" spreads the state of plain tensors over the ranks; "none" has every rank step all of them by itself; "auto" does the former if
+            there are several ranks and plain tensors only, else the latter, as torch's class does.
+        reduce_gradients: of plain tensors whose state is spread. True: `.grad` is this rank's own, and their mean is used; right in any case.
+            False: they are means already, as under DistributedDataParallel, which saves sending them.
+        elementwise: whether the class treats every element by itself. If it is None, that is known of torch's classes and not believed of others, which own
+            whole parameters instead of equal ranges.
+        bucket_bytes: how much of the parameters travels at once.
+        same_host: whether ranks read each other's memory instead of sending messages. None: where they can, that is, on one host whose rules allow it.
+            True raises where they cannot.
+
+    Every rank makes it, steps, clips, loads and saves at the same time as the others: these communicate.
+    """
+
+    def __init__(
+        self,
+        named_params: Any,
+        optimizer_class: Callable[..., Optimizer],
+        *args: Any,
+        process_group: dist.ProcessGroup | None = None,
+        shard: str = "auto",
+        reduce_gradients: bool = True,
+        elementwise: bool | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        same_host: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if shard not in SHARD:
+            raise ValueError(f"shard is one of {', '.join(SHARD)}, not {shard!r}")
+        if bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes is at least 1, not {bucket_bytes}")
+        groups = parse_named_groups(named_params)
+        self.process_group = process_group
+        self._is_ready = False
+        self._make = optimizer_class
+        self._reduce_gradients, self._bucket_bytes = reduce_gradients, bucket_bytes
+        self._same_host = same_host
+        kind = optimizer_class.func if isinstance(optimizer_class, functools.partial) else optimizer_class
+        self._elementwise = elementwise if elementwise is not None else kind in ELEMENTWISE
+        self._ranks = dist.get_world_size(process_group) if dist.is_initialized() else 1
+        is_plain = all(kind_of(p) == "Tensor" for group in groups for p in group.parameters)
+        self._spreads_state = self._ranks > 1 and (shard == "state" or (shard == "auto" and is_plain))
+        self._refuse(kind, elementwise, groups)
+        self._members: list[list[Member]] = []
+        """Of each group."""
+        self._zeros: list[Zero] = []
+        self._chosen: list[dict[str, bool]] = []
+        """Of each group: what is set during a step. See `fast`."""
+        members, zeros = self._take(groups)
+        given: list[Any] = [
+            {"params": shadows, **group.options}
+            for shadows, group in zip(_shadows(members), groups, strict=True)
+        ]
+        if not any(each["params"] for each in given):  # torch takes no optimizer without parameters
+            given[0]["params"] = [torch.nn.Parameter(torch.empty(0))]
+        if len(given) == 1 and len(given[0]) == 1:
+            given = given[0]["params"]  # some classes take nothing else
+        self._inner = optimizer_class(given, *args, **kwargs)
+        if not isinstance(self._inner, Optimizer):
+            raise TypeError(
+                f"{optimizer_class!r} made a {type(self._inner).__name__}, and not a torch.optim.Optimizer"
+            )
+        if len(self._inner.param_groups) != len(groups):
+            raise OptimError(
+                f"{name_of_class(optimizer_class)} has put the parameters into groups of its own, so that neither options nor state could be told "
+                f"apart. Give the groups to ShardedOptimizer: [{{'params': ..., 'lr': ...}}, ...]"
+            )
+        super().__init__([{"params": []}], self._inner.defaults)
+        self._members, self._zeros = members, zeros
+        self._adopt(groups)
+        self._is_ready = True
+
+    # -- groups -------------------------------------------------------------------------------------------
+
+    @property
+    def named_params(self) -> dict[str, Any]:
+        """Name -> parameter, as they were given."""
+        return {m.name: m.parameter for members in self._members for m in members}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group: "params" as in the constructor, and options. On all ranks, as everything else."""
+        if not self._is_ready:
+            return  # torch's constructor
+        known = [
+            NamedGroup([m.name for m in members], [m.parameter for m in members], {})
+            for members in self._members
+        ]
+        group = parse_named_group(param_group, known)
+        members, zeros = self._take([group], len(self._members))
+        new = {"params": _shadows(members)[0], "param_names": group.names, **group.options}
+        self._inner.add_param_group(new)
+        self._members += members
+        self._zeros += zeros
+        self._adopt([group])
+
+    def _take(self, groups: list[NamedGroup], first: int = 0) -> tuple[list[list[Member]], list[Zero]]:
+        """The parameters of new groups as members, once all ranks are known to have the same."""
+        self._check_same(groups)
+        flat = [
+            (number, name, p)
+            for number, group in enumerate(groups, first)
+            for name, p in zip(group.names, group.parameters, strict=True)
+        ]
+        spread = [each for each in flat if self._spreads_state and kind_of(each[2]) == "Tensor"]
+        parts: dict[str, Member] = {}
+        zeros = []
+        if spread:
+            numbers, names, parameters = zip(*spread, strict=True)
+            zero = Zero(
+                names,
+                parameters,
+                numbers,
+                self.process_group,
+                bucket_bytes=self._bucket_bytes,
+                elementwise=self._elementwise,
+                reduce_gradients=self._reduce_gradients,
+                neighbours=self._neighbours(parameters),
+            )
+            zeros.append(zero)
+            parts = {name: Part(zero, i, self.process_group) for i, name in enumerate(names)}
+        members: list[list[Member]] = [[] for _ in groups]
+        for number, name, parameter in flat:
+            member = parts.get(name) or member_of(name, parameter, self.process_group)
+            members[number - first].append(member)
+        return members, zeros
+
+    def _neighbours(self, parameters: Sequence[Tensor]) -> Neighbours | None:
+        if self._same_host is False or any(p.device.type != "cpu" for p in parameters):
+            return None
+        found = Neighbours.of(self.process_group)
+        if found is None and self._same_host:
+            raise OptimError(
+                "same_host=True, and the ranks cannot read each other's memory: they are on several hosts, belong to several users, or a rule such as "
+                "kernel.yama.ptrace_scope forbids it. Leave same_host out, and they send messages"
+            )
+        return found
+
+    def _check_same(self, groups: list[NamedGroup]) -> None:
+        facts = {"the optimizer class": name_of_class(self._make)}
+        values = {}
+        for number, group in enumerate(groups):
+            for name, p in zip(group.names, group.parameters, strict=True):
+                kind = kind_of(p)
+                facts[name] = f"a {kind} of shape {tuple(p.shape)}, {p.dtype}, in group {number}"
+                if self._spreads_state and kind == "Tensor":
+                    values[name] = values_of(p)
+        check_same(
+            self.process_group,
+            "the ranks were not given the same parameters",
+            facts,
+            "All ranks of process_group give the same names, shapes and dtypes in the same order. Plain tensors that are local parts are stepped as they "
+            'are with shard="none"',
+        )
+        check_same(
+            self.process_group,
+            "the ranks' parameters are not replicas",
+            values,
+            "Their values must be the same, bit by bit: wrap the model in DistributedDataParallel, which sees to it, or torch.distributed.broadcast every "
+            "parameter first",
+        )
+
+    def _adopt(self, groups: list[NamedGroup]) -> None:
+        """Make the inner optimizer's groups this one's: the same dicts, with the user's parameters instead of shadows, except during a step."""
+        self.param_groups = self._inner.param_groups
+        self.state = self._inner.state
+        for group, named in zip(self.param_groups[-len(groups) :], groups, strict=True):
+            group["params"] = list(named.parameters)
+            group["param_names"] = list(named.names)
+        self._settle()
+
+    def _adopt_all(self) -> None:
+        """After a load, which has put new groups and a new state in place."""
+        self._adopt(
+            [
+                NamedGroup([m.name for m in members], [m.parameter for m in members], {})
+                for members in self._members
+            ]
+        )
+
+    def _settle(self) -> None:
+        self._chosen = [
+            fast.choose(self._inner, {**group, "params": shadows})
+            for group, shadows in zip(self.param_groups, _shadows(self._members), strict=True)
+        ]
+
+    def _refuse(self, kind: Any, elementwise: bool | None, groups: list[NamedGroup]) -> None:
+        if self._ranks == 1:
+            return
+        name = name_of_class(kind)
+        closure = inspect.signature(kind.step).parameters.get("closure") if hasattr(kind, "step") else None
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise TypeError(
+                f"{name} computes the loss several times in one step and needs all gradients together, so it cannot work on a part of the parameters. Use "
+                f"another class, such as torch.optim.AdamW"
+            )
+        if self._spreads_state and kind is torch.optim.SparseAdam:
+            raise TypeError(
+                f'{name} wants sparse gradients, and the state of replicated parameters is spread by dense ranges. shard="none" steps them on every rank'
+            )
+        sharded = [
+            n for g in groups for n, p in zip(g.names, g.parameters, strict=True) if kind_of(p) != "Tensor"
+        ]
+        if sharded and kind in NOT_ELEMENTWISE and not elementwise:
+            raise TypeError(
+                f"{name} needs whole parameters, and {sharded[0]!r} is spread over ranks: on local shards its result would be another one. Use an "
+                f"elementwise class such as torch.optim.AdamW, or keep these parameters replicated"
+            )
+
+    # -- steps --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step, on all ranks at once. Returns what `closure` returned, which is called first, once.
+
+        A parameter that has no gradient on any rank is left alone. One that has on some counts as zero on the others.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step_local()
+        for zero in self._zeros:
+            zero.step(self._update)
+        return loss
+
+    def _step_local(self) -> None:
+        """What this rank steps without the others."""
+        taken: list[Member] = []
+        given: dict[int, list[Tensor]] = {}
+        try:
+            for number, members in enumerate(self._members):
+                for member in members:
+                    if not isinstance(member, Part):
+                        taken.append(member)
+                        if member.take_gradients():
+                            given.setdefault(number, []).extend(member.shadows)
+            if given:
+                self._update(given)
+        finally:
+            for member in taken:
+                member.drop_gradients()
+
+    def _update(self, given: Mapping[int, list[Tensor]]) -> None:
+        with self._showing(given), fast.only_what_fused_takes(self._inner):
+            self._inner.step()
+
+    @contextmanager
+    def _showing(self, given: Mapping[int, list[Tensor]]) -> Iterator[None]:
+        """The inner optimizer sees these parameters, and the fastest implementation chosen."""
+        before = []
+        for number, (group, chosen) in enumerate(zip(self.param_groups, self._chosen, strict=True)):
+            before.append({"params": group["params"], **{key: group.get(key) for key in chosen}})
+            group["params"] = given.get(number, [])
+            group.update({key: value for key, value in chosen.items() if group.get(key) is None})
+        try:
+            yield
+        finally:
+            for group, old in zip(self.param_groups, before, strict=True):
+                group.update(old)
+
+    def _showing_all(self) -> AbstractContextManager[None]:
+        return self._showing(dict(enumerate(_shadows(self._members))))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of all parameters, local shards too."""
+        for zero in self._zeros:
+            zero.forget()
+        for members in self._members:
+            for member in members:
+                member.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Make the gradients of all ranks together no longer than `max_norm`, as torch's function of this name does in one process. Returns their norm.
+
+        Each element counts once, however many ranks have it. It comes after the last backward pass and right before `step`. Where gradients are still
+        to be reduced it does that, and leaves the means in those parts of `.grad` that this rank owns; the rest is of no more use.
+        """
+        norm_type = float(norm_type)
+        own = [part for zero in self._zeros for part in zero.reduce()]
+        others = [
+            (member, gradient)
+            for members in self._members
+            for member in members
+            if not isinstance(member, Part)
+            for gradient in member.gradients()
+        ]
+        counted = [gradient for member, gradient in others if member.counts()]
+        norm = total_norm([*own, *counted], norm_type, self.process_group)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped. To disable this error and scale the gradients by "
+                f"the non-finite norm anyway, set error_if_nonfinite=False"
+            )
+        coefficient = coefficient_of(norm, max_norm)
+        for gradient in [*own, *(gradient for _, gradient in others)]:
+            gradient.mul_(coefficient.to(gradient.device, gradient.dtype))
+        for zero in self._zeros:
+            zero.remember()
+        return norm
+
+    # -- state --------------------------------------------------------------------------------------------
+
+    def state_dict(
+        self, *, full: bool = False, rank0_only: bool = False, cpu_offload: bool = False
+    ) -> dict[str, Any]:
+        """The state by parameter name: `{"state": {name: ...}, "param_groups": [...]}`. All ranks call it.
+
+        By default each rank gets its own part, without copies: DTensors for DTensors, ShardedTensors for ShardedTensors, `farstep.state.Shards` for a range of a
+        replicated parameter. With `full` they are whole plain tensors, gathered into place, on every rank or, with `rank0_only`, on the first; the
+        others get an empty dict. `cpu_offload` has them in main memory.
+        """
+        adapters.run_state_dict_pre_hooks(self)
+        found = sharded_state.read(self, full, rank0_only, cpu_offload)
+        return adapters.run_state_dict_post_hooks(self, found)
+
+    def load_state_dict(
+        self, state_dict: Any, *, strict: bool = True, broadcast_from_rank0: bool = False
+    ) -> None:
+        """Load what `state_dict` gave, here or on any other number of ranks, full or not. All ranks call it.
+
+        Each rank gives what it has: a full state, its own part, or a list of the parts that several ranks had saved. Together they must have everything.
+        With `broadcast_from_rank0` only the first rank has a state, and that of others is not looked at. With `strict` the names must be the same as the
+        optimizer's; else parameters without a saved state keep theirs. If it raises, nothing has been changed on any rank.
+        """
+        if isinstance(state_dict, Mapping):
+            state_dict = adapters.run_load_state_dict_pre_hooks(self, dict(state_dict))
+        sharded_state.load(self, state_dict, strict, broadcast_from_rank0)
+        adapters.run_load_state_dict_post_hooks(self)
+
+    def __repr__(self) -> str:
+        return f"ShardedOptimizer of {self._inner!r}"
+
+
+def _shadows(members: list[list[Member]]) -> list[list[Tensor]]:
+    return [[shadow for member in each for shadow in member.shadows] for each in members]

@@ -1,0 +1,305 @@
+"""The optimizer's state of replicated parameters, spread over ranks: each rank updates what it owns, and the others get the new values.
+
+An owner works on shadows of its segments, which share the parameters' memory. With a class that treats every element by itself, segments are parts
+of parameters and a piece is updated as soon as its gradient is there. Other classes own whole parameters, and step once, when all gradients are there.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from farstep.errors import OptimError
+from farstep.optim import fast
+from farstep.optim.direct import Direct
+from farstep.optim.neighbours import Neighbours
+from farstep.optim.partition import Extent, Segment, divide
+from farstep.optim.transport import Transport
+from farstep.state import Box, Shards, Spread, flat_boxes
+
+__all__ = ["Update", "Zero"]
+
+CACHED_BYTES = 4 << 20
+"""Pieces that are read from memory are best no larger: what was read is still in the cache when it is used."""
+
+Update = Callable[[Mapping[int, list[Tensor]]], None]
+"""Runs the optimizer on these of its parameters, by the number of their group."""
+
+
+class Zero:
+    """`numbers` are the parameters' groups. All ranks of the process group have the same parameters, in the same order."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[Tensor],
+        numbers: Sequence[int],
+        group: dist.ProcessGroup | None,
+        *,
+        bucket_bytes: int,
+        elementwise: bool,
+        reduce_gradients: bool,
+        neighbours: Neighbours | None = None,
+    ) -> None:
+        self.names, self.parameters, self.numbers = names, parameters, numbers
+        self._group, self._elementwise, self._reduce = group, elementwise, reduce_gradients
+        self._rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        extents = [
+            Extent(
+                p.numel(),
+                p.element_size(),
+                (number, p.dtype, p.device),
+                whole=not elementwise,
+                in_one_piece=not p.is_contiguous(),
+            )
+            for p, number in zip(parameters, numbers, strict=True)
+        ]
+        if neighbours is not None:
+            piece_bytes = min(bucket_bytes, CACHED_BYTES)
+            self._owned = divide(extents, ranks, piece_bytes)
+            self._transport: Transport = Direct(group, self._owned, names, neighbours)
+        else:
+            # A rank has a buffer for each other rank, so that memory stays the same however many there are.
+            self._owned = divide(extents, ranks, max(bucket_bytes // (ranks - 1), 1))
+            self._transport = Transport(group, self._owned, names)
+        self.held: list[dict[int, list[Segment]]] = [{} for _ in parameters]
+        """Of each parameter: which ranks own what."""
+        for rank, pieces in enumerate(self._owned):
+            for segment in (s for piece in pieces for s in piece):
+                if not elementwise:
+                    segment = Segment(segment.parameter, 0, parameters[segment.parameter].numel())
+                    self.held[segment.parameter][rank] = [segment]
+                else:
+                    self.held[segment.parameter].setdefault(rank, []).append(segment)
+        self.shadows = {
+            segment: self._shadow(segment) for held in self.held for segment in held.get(self._rank, ())
+        }
+        """What the optimizer works on here."""
+        self._addresses = [p.data_ptr() for p in parameters]
+        self._reduced: list[tuple[Tensor | None, int]] | None = None
+        """The gradients as `reduce` left them, and their versions."""
+
+    def _shadow(self, segment: Segment) -> Tensor:
+        parameter = self.parameters[segment.parameter]
+        return torch.nn.Parameter(self._memory(segment), requires_grad=parameter.requires_grad)
+
+    def _memory(self, segment: Segment) -> Tensor:
+        data = self.parameters[segment.parameter].data
+        return data if segment.numel == data.numel() else data.view(-1)[segment.start : segment.stop]
+
+    def shadows_by_group(self) -> dict[int, list[Tensor]]:
+        found: dict[int, list[Tensor]] = defaultdict(list)
+        for segment, shadow in self.shadows.items():
+            found[self.numbers[segment.parameter]].append(shadow)
+        return found
+
+    # -- steps --------------------------------------------------------------------------------------------
+
+    def step(self, update: Update) -> None:
+        """On all ranks at once: reduce, update, publish."""
+        self._follow()
+        has_gradient = self._census()
+        reduce = self._reduce and self._reduced is None
+        self._reduced = None
+        live = self._transport.live(has_gradient)
+        gather = self._transport.gather([p.data for p in self.parameters], live)
+        rounds = self._transport.reduced(self._gradients(), self.parameters, live, reduce=reduce)
+        if self._elementwise:
+            for n, number, gradient in rounds:
+                if number is not None and gradient is not None:
+                    self._update_piece(number, gradient, has_gradient, update)
+                gather.publish(n)
+        else:
+            self._update_whole(rounds, has_gradient, update)
+            for n in range(max(map(len, live))):
+                gather.publish(n)
+        gather.finish()
+        changed = [p for p, has in zip(self.parameters, has_gradient, strict=True) if has]
+        if changed:
+            increment_version(changed)  # the new values have come past autograd
+
+    def _update_piece(
+        self, number: int, gradient: Tensor, has_gradient: Sequence[bool], update: Update
+    ) -> None:
+        given: dict[int, list[Tensor]] = defaultdict(list)
+        at = 0
+        for segment in self._owned[self._rank][number]:
+            shadow = self.shadows[segment]
+            if has_gradient[segment.parameter]:
+                part = gradient[at : at + segment.numel].view(shadow.shape)
+                shadow.grad = fast.fitting(part, shadow)
+                given[self.numbers[segment.parameter]].append(shadow)
+            at += segment.numel
+        self._run(update, given)
+
+    def _update_whole(self, rounds: object, has_gradient: Sequence[bool], update: Update) -> None:
+        given: dict[int, list[Tensor]] = defaultdict(list)
+        for segment, shadow in self.shadows.items():
+            if has_gradient[segment.parameter]:
+                shadow.grad = torch.zeros_like(shadow, memory_format=torch.contiguous_format)
+                given[self.numbers[segment.parameter]].append(shadow)
+        for _, number, gradient in rounds:  # type: ignore[attr-defined]
+            at = 0
+            for s in self._owned[self._rank][number] if number is not None else ():
+                whole = self.shadows[Segment(s.parameter, 0, self.parameters[s.parameter].numel())].grad
+                if whole is not None:
+                    whole.view(-1)[s.start : s.stop].copy_(gradient[at : at + s.numel])
+                at += s.numel
+        for shadow in (each for several in given.values() for each in several):
+            assert shadow.grad is not None
+            shadow.grad = fast.fitting(shadow.grad, shadow)
+        self._run(update, given)
+
+    def _run(self, update: Update, given: Mapping[int, list[Tensor]]) -> None:
+        try:
+            if given:
+                update(given)
+        finally:
+            for shadow in (each for several in given.values() for each in several):
+                shadow.grad = None
+
+    def _follow(self) -> None:
+        """A parameter's `.data` may have been set to something else."""
+        for number, parameter in enumerate(self.parameters):
+            if parameter.data_ptr() != self._addresses[number]:
+                self._addresses[number] = parameter.data_ptr()
+                for segment in self.held[number].get(self._rank, ()):
+                    self.shadows[segment].data = self._memory(segment)
+
+    # -- gradients ----------------------------------------------------------------------------------------
+
+    def _gradients(self) -> list[Tensor | None]:
+        return [None if p.grad is None else fast.fitting(p.grad, p) for p in self.parameters]
+
+    def _census(self) -> list[bool]:
+        """Which parameters have a gradient on any rank. All ranks come to the same, and raise the same."""
+        gradients = [p.grad for p in self.parameters]
+        has = [g is not None for g in gradients]
+        is_sparse = [g is not None and g.layout is not torch.strided for g in gradients]
+        device = self.parameters[0].device
+        counts = torch.tensor([has, is_sparse, self._stale()], dtype=torch.int32, device=device)
+        try:
+            dist.all_reduce(counts, group=self._group)
+        except RuntimeError as exc:
+            raise OptimError(
+                f"rank {self._rank}: a step begins on all ranks of the group at once, and one of them has died or does not step: {exc}. "
+                f"Nothing has been changed here"
+            ) from exc
+        having, sparse, stale = counts.tolist()
+        if any(sparse):
+            named = [name for name, count in zip(self.names, sparse, strict=True) if count]
+            raise OptimError(
+                f"the gradient of {', '.join(map(repr, named))} is sparse, and the state of replicated parameters is spread by dense ranges. Make the module "
+                f"with sparse=False, or step these parameters by an optimizer of their own. Nothing has been changed"
+            )
+        if any(stale):
+            self._reduced = None
+            named = [name for name, count in zip(self.names, stale, strict=True) if count]
+            raise OptimError(
+                f"the gradient of {', '.join(map(repr, named))} has changed since clip_grad_norm_ made it the mean of all ranks': clip after the last backward "
+                f"pass, right before step. Nothing has been changed; zero_grad() and a new backward pass go on from here"
+            )
+        ranks = dist.get_world_size(self._group)
+        if not self._reduce:
+            some = [name for name, count in zip(self.names, having, strict=True) if 0 < count < ranks]
+            if some:
+                raise OptimError(
+                    f"with reduce_gradients=False all ranks have the same gradients, and only some have one for {', '.join(map(repr, some))}. Leave "
+                    f"reduce_gradients=True, or wrap the model in DistributedDataParallel. Nothing has been changed"
+                )
+        return [count > 0 for count in having]
+
+    def reduce(self) -> list[Tensor]:
+        """Have the mean gradients of what this rank owns in `.grad`, before a step that will find them there. Returns those parts."""
+        if any(self._stale()):
+            self._reduced = None  # there was no step in between, and these are new ones
+        has_gradient = self._census()
+        for parameter, has in zip(self.parameters, has_gradient, strict=True):
+            if has:
+                gradient = (
+                    torch.zeros_like(parameter)
+                    if parameter.grad is None
+                    else fast.fitting(parameter.grad, parameter)
+                )
+                if gradient is not parameter.grad:
+                    parameter.grad = gradient
+        if self._reduce and self._reduced is None:
+            live = self._transport.live(has_gradient)
+            for _, number, mean in self._transport.reduced(self._gradients(), self.parameters, live):
+                if number is not None and mean is not None:
+                    self._keep(number, mean, has_gradient)
+        self.remember()
+        return [self._own_gradient(s) for s in self.shadows if has_gradient[s.parameter]]
+
+    def remember(self) -> None:
+        """The gradients are as they shall be for the next step."""
+        self._reduced = [(p.grad, -1 if p.grad is None else p.grad._version) for p in self.parameters]
+
+    def forget(self) -> None:
+        """New gradients will come."""
+        self._reduced = None
+
+    def _stale(self) -> list[bool]:
+        """Which gradients have changed since `reduce`. Whether they are means or not nobody knows."""
+        if self._reduced is None or not self._reduce:
+            return [False] * len(self.parameters)
+        return [
+            p.grad is not g or (g is not None and g._version != version)
+            for p, (g, version) in zip(self.parameters, self._reduced, strict=True)
+        ]
+
+    def _keep(self, number: int, mean: Tensor, has_gradient: Sequence[bool]) -> None:
+        at = 0
+        for s in self._owned[self._rank][number]:
+            if has_gradient[s.parameter]:
+                own = self._own_gradient(s)
+                own.copy_(mean[at : at + s.numel].view(own.shape))
+            at += s.numel
+
+    def _own_gradient(self, segment: Segment) -> Tensor:
+        gradient = self.parameters[segment.parameter].grad
+        assert gradient is not None
+        if segment.numel == gradient.numel():
+            return gradient.detach()
+        return gradient.detach().view(-1)[segment.start : segment.stop]
+
+    # -- state --------------------------------------------------------------------------------------------
+
+    def owner(self, number: int) -> int | None:
+        """Of a parameter that has one."""
+        ranks = list(self.held[number])
+        whole = len(ranks) == 1 and len(self.held[number][ranks[0]]) == 1
+        return ranks[0] if whole else None
+
+    def own_shadows(self, number: int) -> list[Tensor]:
+        return [self.shadows[s] for s in self.held[number].get(self._rank, ())]
+
+    def spread(self, number: int, dtype: torch.dtype) -> Spread:
+        """Of a state that has the parameter's shape."""
+        shape = self.parameters[number].shape
+        boxes = {
+            rank: [box for s in held for box in self._boxes(s)] for rank, held in self.held[number].items()
+        }
+        return Spread.of(shape, dtype, boxes)
+
+    def shards(self, number: int, tensors: Sequence[Tensor], dtype: torch.dtype) -> Shards:
+        """A state that has the parameter's shape, from what each shadow of this rank's has of it."""
+        views = []
+        for segment, tensor in zip(self.held[number].get(self._rank, ()), tensors, strict=True):
+            at = 0
+            for box in self._boxes(segment):
+                if box.numel == tensor.numel():
+                    views.append(tensor.view(box.sizes) if tensor.is_contiguous() else tensor)
+                else:
+                    views.append(tensor.view(-1)[at : at + box.numel].view(box.sizes))
+                at += box.numel
+        return Shards(self.spread(number, dtype), views)
+
+    def _boxes(self, segment: Segment) -> list[Box]:
+        shape = self.parameters[segment.parameter].shape
+        return [Box.whole(shape)] if segment.numel == 0 else flat_boxes(shape, segment.start, segment.stop)
