@@ -6,12 +6,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from bench.cases import Act, Case
-from farstep.state import Layout, Spread, plan
+
+if TYPE_CHECKING:
+    from farstep.state import Layout, Spread
 
 TENSORS, SHARDS, NEW_SHARDS = 1000, 1000, 768
 GRIDS = 250
@@ -20,11 +23,13 @@ MORE_TENSORS = (100, 1000, 10_000)
 MORE_SHARDS = (100, 1000, 10_000)
 RANK = 5
 
-Pair = tuple[dict[str, Spread], dict[str, Spread]]
+Pair = tuple[dict[str, "Spread"], dict[str, "Spread"]]
 
 
 def grid(shape: tuple[int, ...], *parts: int) -> Spread:
     """Cut evenly along each side, one box for each rank."""
+    from farstep.state import Spread
+
     cuts = [np.arange(k + 1) * n // k for n, k in zip(shape, parts, strict=True)]
     offsets = np.stack(np.meshgrid(*(c[:-1] for c in cuts), indexing="ij"), -1).reshape(-1, len(shape))
     sizes = np.stack(np.meshgrid(*(np.diff(c) for c in cuts), indexing="ij"), -1).reshape(-1, len(shape))
@@ -46,6 +51,8 @@ def planned(build: Callable[[], Pair], rank: int | None, *, known: bool) -> Case
 
     @contextmanager
     def case(rpc: ModuleType, me: str, peers: list[str]) -> Iterator[Act]:
+        from farstep.state import Layout, plan
+
         source, target = build()
         here, there = Layout(source), Layout(target)
         check(here, there)
@@ -63,6 +70,8 @@ def planned(build: Callable[[], Pair], rank: int | None, *, known: bool) -> Case
 
 def check(source: Layout, target: Layout) -> None:
     """Every byte is copied once, and one rank's part is what the whole plan has of it."""
+    from farstep.state import plan
+
     whole, part = plan(source, target), plan(source, target, RANK)
     assert int(whole.nbytes.sum()) == target.nbytes
     assert part.bytes_between() == whole.part(RANK).bytes_between()
