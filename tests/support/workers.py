@@ -45,7 +45,17 @@ __all__ = [
 
 PATIENCE_S = 30.0
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn", "pytest", "farstep.rpc"])
+_context.set_forkserver_preload(
+    [
+        "torch",
+        "torch.distributed",
+        "torch.nn",
+        "torch.distributed.tensor.parallel",
+        "torch.distributed.fsdp",
+        "pytest",
+        "farstep.rpc",
+    ]
+)
 
 
 class WorkerFailed(AssertionError):

@@ -3,6 +3,7 @@
 A `Layout` says which rank holds which boxes of which tensor; `plan` lists the copies from one layout to another; `exchange` makes them.
 """
 
+from farstep.state.adapters import layout_of, like, local_tensors, named_shards, on_rank, shards_of
 from farstep.state.box import Box, flat_boxes, missing
 from farstep.state.exchange import exchange, respread
 from farstep.state.layout import Layout, Spread
@@ -18,7 +19,13 @@ __all__ = [
     "Spread",
     "exchange",
     "flat_boxes",
+    "layout_of",
+    "like",
+    "local_tensors",
     "missing",
+    "named_shards",
+    "on_rank",
     "plan",
     "respread",
+    "shards_of",
 ]

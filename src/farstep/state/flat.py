@@ -1,0 +1,143 @@
+"""Tensors laid end to end in one flat tensor that is cut into equal shards: which elements lie where."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from farstep.errors import LayoutError
+from farstep.state.box import Box, flat_boxes
+from farstep.state.layout import Spread
+
+__all__ = ["FlatLayout"]
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """The tensor `names[i]`, of shape `shapes[i]`, begins at element `starts[i]` of the flat tensor; between two there may be a gap.
+
+    The flat tensor is cut into `shard_count` shards of `shard_numel` elements, the last of them filled up. `orders[i]` lists the tensor's
+    dimensions from the slowest in memory to the fastest, where that is not their own order.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    starts: tuple[int, ...]
+    shard_numel: int
+    shard_count: int
+    orders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, shapes: Mapping[str, Sequence[int]], shard_count: int, *, aligned_numel: int = 1) -> Self:
+        """One after the other, each beginning at a multiple of `aligned_numel`."""
+        starts, end = [], 0
+        for shape in shapes.values():
+            starts.append(-(-end // aligned_numel) * aligned_numel)
+            end = starts[-1] + math.prod(shape)
+        return cls(
+            tuple(shapes),
+            tuple(tuple(shape) for shape in shapes.values()),
+            tuple(starts),
+            -(-end // shard_count),
+            shard_count,
+        )
+
+    @cached_property
+    def numels(self) -> tuple[int, ...]:
+        return tuple(math.prod(shape) for shape in self.shapes)
+
+    @cached_property
+    def _index(self) -> dict[str, int]:
+        return {name: i for i, name in enumerate(self.names)}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.shapes[self._number(name)]
+
+    def order(self, name: str) -> tuple[int, ...]:
+        """Its dimensions from the slowest in memory to the fastest."""
+        return self.orders.get(name) or tuple(range(len(self.shape(name))))
+
+    def range(self, name: str, shard: int) -> tuple[int, int]:
+        """The elements of a tensor that lie in a shard, counted from its own beginning; (0, 0) where there are none."""
+        i = self._number(name)
+        first = max(shard * self.shard_numel - self.starts[i], 0)
+        last = min((shard + 1) * self.shard_numel - self.starts[i], self.numels[i])
+        return (first, last) if first < last else (0, 0)
+
+    def place(self, name: str, shard: int) -> int:
+        """Where in the shard that range begins."""
+        return max(self.starts[self._number(name)] - shard * self.shard_numel, 0)
+
+    def boxes(self, name: str, shard: int) -> list[Box]:
+        """The same range as boxes of the tensor, in the order of memory: at most 2d - 1."""
+        order = self.order(name)
+        shape = self.shape(name)
+        boxes = flat_boxes([shape[d] for d in order], *self.range(name, shard))
+        inverse = _inverse(order)
+        return [Box(_permuted(box.offsets, inverse), _permuted(box.sizes, inverse)) for box in boxes]
+
+    def spread(self, name: str, dtype: torch.dtype, holders: Sequence[Sequence[int]]) -> Spread:
+        """How a tensor is spread where the ranks `holders[shard]` have each shard."""
+        if len(holders) != self.shard_count:
+            raise ValueError(
+                f"there are {self.shard_count} shards, and holders were given for {len(holders)}"
+            )
+        i = self._number(name)
+        step = max(self.shard_numel, 1)
+        first, last = self.starts[i] // step, (self.starts[i] + self.numels[i] - 1) // step
+        boxes: dict[int, list[Box]] = {}
+        for shard in range(first, min(last + 1, self.shard_count)):
+            here = self.boxes(name, shard)
+            boxes.update((rank, here) for rank in holders[shard])
+        return Spread.of(self.shapes[i], dtype, boxes)
+
+    def views(self, name: str, tensor: Tensor, shard: int) -> list[Tensor]:
+        """A tensor's boxes, as views of the shard `tensor`."""
+        if tensor.dim() != 1 or tensor.numel() != self.shard_numel:
+            raise LayoutError(
+                f"{name!r} lies in a flat tensor with shards of {self.shard_numel} elements, and a tensor of shape "
+                f"{tuple(tensor.shape)} was given for one: give one that is shaped like the flat parameter's local shard"
+            )
+        first, last = self.range(name, shard)
+        place = self.place(name, shard)
+        return self.piece_views(
+            name, tensor[place : place + last - first] if first < last else tensor[:0], shard
+        )
+
+    def piece_views(self, name: str, piece: Tensor, shard: int) -> list[Tensor]:
+        """A tensor's boxes, as views of a 1-D tensor that has only its own elements of this shard."""
+        first, last = self.range(name, shard)
+        if piece.dim() != 1 or piece.numel() != last - first:
+            raise LayoutError(
+                f"shard {shard} has {last - first} elements of {name!r}, and a tensor of shape {tuple(piece.shape)} was given for them"
+            )
+        order = self.order(name)
+        boxes = self.boxes(name, shard)
+        ends = itertools.accumulate((box.numel for box in boxes), initial=0)
+        return [
+            piece[end : end + box.numel].view(_permuted(box.sizes, order)).permute(_inverse(order))
+            for end, box in zip(ends, boxes, strict=False)
+        ]
+
+    def _number(self, name: str) -> int:
+        try:
+            return self._index[name]
+        except KeyError:
+            raise KeyError(
+                f"there is no {name!r} in this flat tensor; it has {', '.join(self.names)}"
+            ) from None
+
+
+def _permuted(values: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    return tuple(values[d] for d in order)
+
+
+def _inverse(order: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted(range(len(order)), key=order.__getitem__))
