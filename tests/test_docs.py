@@ -60,7 +60,7 @@ def test_every_method_of_the_optimizer_is_explained():
 
 
 def test_every_name_of_state_is_explained():
-    text = "".join((ROOT / "docs" / page).read_text() for page in ("state.md",))
+    text = "".join((ROOT / "docs" / page).read_text() for page in ("state.md", "adapters.md"))
     assert [name for name in state.__all__ if not re.search(rf"`{name}\b", text)] == []
 
 

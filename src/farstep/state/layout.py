@@ -180,7 +180,7 @@ class Layout(Mapping[str, Spread]):
         """What a rank holds, by name; an empty list where it holds nothing."""
         return {name: spread.boxes(rank) for name, spread in self.items()}
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         return tuple(self._spreads)
 
