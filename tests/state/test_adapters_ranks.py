@@ -35,37 +35,24 @@ def same(found, wanted):
         assert torch.equal(found[name], tensor), name
 
 
-def gathered():
-    """From every kind to rank 0; the others' targets are left alone."""
+def gathered_and_spread():
+    """From every kind to rank 0, where the others' targets are left alone; and back from the last rank, whose whole the others know by shape alone."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    new = {name: t if rank == last else torch.empty_like(t, device="meta") for name, t in tensors(3).items()}
     for kind in KINDS:
         holding = kind(seed=1)
         whole = {name: torch.full_like(t, -1) for name, t in tensors(1).items()}
         respread(holding.shards, {name: on_rank(t) for name, t in whole.items()})
-        read = holding.whole()
-        if dist.get_rank() == 0:
+        if rank == 0:
             same(whole, tensors(1))
-            same(whole, read)
         else:
             assert all((t == -1).all() for t in whole.values())
-
-
-def test_every_kind_is_gathered_to_one_rank(ranks):
-    ranks.run(gathered)
-
-
-def spread_from_one():
-    """From the last rank to every kind; the other ranks know the whole's shape alone."""
-    last = dist.get_world_size() - 1
-    is_here = dist.get_rank() == last
-    whole = {name: t if is_here else torch.empty_like(t, device="meta") for name, t in tensors(3).items()}
-    for kind in KINDS:
-        holding = kind(seed=4)
-        respread({name: on_rank(t, last) for name, t in whole.items()}, holding.shards)
+        respread({name: on_rank(t, last) for name, t in new.items()}, holding.shards)
         same(holding.whole(), tensors(3))
 
 
-def test_a_whole_is_spread_from_one_rank(ranks):
-    ranks.run(spread_from_one)
+def test_every_kind_is_gathered_to_one_rank_and_spread_from_one(ranks):
+    ranks.run(gathered_and_spread)
 
 
 def converted():
