@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn, optim
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from farstep.errors import OptimError
 from farstep.optim import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper, NamedOptimizer
@@ -228,7 +229,11 @@ def test_nothing_else_is_changed(kind, options, keys):
     }
     groups = copy.deepcopy(optimizer.state_dict()["param_groups"])
     random = torch.get_rng_state()
-    optimizer.init_state()
+    of_all = register_optimizer_step_pre_hook(lambda *_: hooked.append("of all optimizers"))
+    try:
+        optimizer.init_state()
+    finally:
+        of_all.remove()
     for name, p in params.items():
         value, grad, grad_value = before[name]
         assert_equal(p.detach(), value)
