@@ -30,6 +30,8 @@ class Facts:
     load: float
     seconds: float
     remarks: Sequence[str]
+    more: Sequence[str] = ()
+    """Further tables, as they shall be written."""
 
 
 def write(rows: Sequence[Row], results: Results, facts: Facts) -> str:
@@ -40,6 +42,7 @@ def write(rows: Sequence[Row], results: Results, facts: Facts) -> str:
         f"Written by `python -m bench` on {datetime.date.today().isoformat()}; every run replaces it.",
         *tables(rows, results, facts, verdicts),
         *notes(rows, results),
+        *facts.more,
         "## What the figures mean",
         *meaning(rows, facts, verdicts),
         "## How it was measured",
