@@ -44,8 +44,8 @@ class Contest:
     """A key of `sharded.CASES`."""
     world_size: int
     matches: Sequence[Match]
-    memory: bool = False
-    """Whether peak memory is measured too."""
+    weighed: Sequence[str] = ()
+    """The ways whose peak memory is measured too."""
 
     @property
     def ways(self) -> list[str]:
@@ -79,9 +79,8 @@ def run(
         outcomes[contest.key] = outcome = Outcome({way: [] for way in contest.ways})
         try:
             _race(contest, outcome, rounds, shuffler, context, scratch)
-            if contest.memory:
-                for way in contest.ways:
-                    outcome.memory[way] = _weigh(contest, way, context, scratch)
+            for way in contest.weighed:
+                outcome.memory[way] = _weigh(contest, way, context, scratch)
         except GroupFailed as exc:
             outcome.failure = str(exc)
             say(f"{contest.key} failed: {exc}")

@@ -71,6 +71,8 @@ def read(optimizer: ShardedOptimizer, full: bool, rank0_only: bool, cpu_offload:
     sources: dict[str, Shards] = {}
     targets: dict[str, Shards] = {}
     receives = not rank0_only or rank == 0
+    wholes: dict[tuple[tuple[int, ...], torch.dtype], Spread] = {}
+    ranks = [0] if rank0_only else range(optimizer._ranks)
     room = Room(_nbytes(schema) if full and receives else 0)
     for member in _members(optimizer):
         for key, entry in schema.get(member.name, {}).items():
@@ -84,10 +86,12 @@ def read(optimizer: ShardedOptimizer, full: bool, rank0_only: bool, cpu_offload:
                 continue
             label = _label(member.name, key)
             sources[label] = _shards(member, entry, tensors, rank, optimizer._ranks)
-            ranks = [0] if rank0_only else range(optimizer._ranks)
             device = torch.device("cpu") if cpu_offload else _device(member)
             whole = [room.take(entry.shape, entry.dtype, device)] if receives else []
-            targets[label] = Shards(Spread.whole(entry.shape, entry.dtype, ranks), whole)
+            kind = entry.shape, entry.dtype
+            if kind not in wholes:
+                wholes[kind] = Spread.whole(*kind, ranks)
+            targets[label] = Shards(wholes[kind], whole)
             if receives:
                 state[key] = whole[0]
     if full:
