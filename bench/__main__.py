@@ -33,7 +33,7 @@ def main() -> int:
     scratch = Path(tempfile.mkdtemp(prefix="bench-"))
     context = fork_server()
     try:
-        outcomes = contest.run(args.contests, min(args.rounds, MIN_ROUNDS), args.seed, context, scratch, say)
+        outcomes = contest.run(args.contests, args.rounds, args.seed, context, scratch, say)
         results = rounds.run(args.rows, sides, args.rounds, args.seed, context, scratch, say)
         names: list[str] = []
         if args.peers:
@@ -54,7 +54,7 @@ def main() -> int:
         load=load,
         seconds=time.monotonic() - begun,
         remarks=remarks,
-        more=contests.report(args.contests, outcomes, min(args.rounds, MIN_ROUNDS)),
+        more=contests.report(args.contests, outcomes),
     )
     text = report.write(args.rows, results, facts)
     print(text)
