@@ -54,7 +54,7 @@ def main() -> int:
         load=load,
         seconds=time.monotonic() - begun,
         remarks=remarks,
-        more=contests.report(args.contests, outcomes, args.rounds),
+        more=contests.report(args.contests, outcomes),
     )
     text = report.write(args.rows, results, facts)
     print(text)

@@ -44,8 +44,10 @@ class Contest:
     """A key of `sharded.CASES`."""
     world_size: int
     matches: Sequence[Match]
-    memory: bool = False
-    """Whether peak memory is measured too."""
+    most_rounds: int = 7
+    """They take seconds each: more would tell little."""
+    weighed: Sequence[str] = ()
+    """The ways whose peak memory is measured too."""
 
     @property
     def ways(self) -> list[str]:
@@ -75,13 +77,13 @@ def run(
     shuffler = random.Random(seed)
     outcomes: dict[str, Outcome] = {}
     for contest in contests:
-        say(f"{contest.key}: {contest.world_size} ranks, {rounds} rounds")
+        count = min(rounds, contest.most_rounds)
+        say(f"{contest.key}: {contest.world_size} ranks, {count} rounds")
         outcomes[contest.key] = outcome = Outcome({way: [] for way in contest.ways})
         try:
-            _race(contest, outcome, rounds, shuffler, context, scratch)
-            if contest.memory:
-                for way in contest.ways:
-                    outcome.memory[way] = _weigh(contest, way, context, scratch)
+            _race(contest, outcome, count, shuffler, context, scratch)
+            for way in contest.weighed:
+                outcome.memory[way] = _weigh(contest, way, context, scratch)
         except GroupFailed as exc:
             outcome.failure = str(exc)
             say(f"{contest.key} failed: {exc}")

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from bench.contest import Contest, Match, Outcome
-from bench.sharded import FSDP_LAYERS, FSDP_WIDTH, STATE_LAYERS, STATE_PARAMETERS
+from bench.sharded import FSDP_LAYERS, FSDP_WIDTH, LARGE, MEDIUM
 
 _REDUCING = "gradients reduced, step, new values on all ranks"
 _STEP = "the step alone, gradients reduced before"
@@ -31,7 +31,12 @@ ZERO = Contest(
         ),
         Match(f"{_STEP}; torch's tuned, ours by messages", "torch tuned", "farstep, messages"),
     ],
-    memory=True,
+    weighed=(
+        "all-reduce, torch",
+        "all-reduce, torch tuned",
+        "reducing, farstep",
+        "reducing, farstep, messages",
+    ),
 )
 FSDP2 = Contest(
     "fsdp2",
@@ -46,34 +51,46 @@ FSDP2 = Contest(
         )
     ],
 )
-_RANKS = {2: 5.0, 4: 8.0, 8: None}
-_TYPICAL = 24
-STATES = [
+GATHERING = [
+    Contest(
+        f"state{ranks}",
+        "state-large",
+        ranks,
+        [
+            Match(
+                f"{ranks} ranks, {LARGE // 1_000_000} million parameters in 48 tensors",
+                "torch",
+                "farstep",
+                target,
+            )
+        ],
+        weighed=("torch", "farstep"),
+    )
+    for ranks, target in ((2, 5.0), (4, 8.0))
+]
+GROWTH = [
     *(
         Contest(
-            f"state-ranks{ranks}",
-            f"state{_TYPICAL}",
-            ranks,
-            [Match(f"{ranks} ranks, {2 * _TYPICAL} parameters", "torch", "farstep", target)],
-            memory=ranks < 8,
+            f"state-ranks{n}",
+            "state-24",
+            n,
+            [Match(f"{n} ranks, 48 tensors", "torch", "farstep")],
+            most_rounds=3,
         )
-        for ranks, target in _RANKS.items()
+        for n in (2, 4, 8)
     ),
     *(
         Contest(
-            f"state-tensors{2 * layers}",
-            f"state{layers}",
-            2,
-            [Match(f"2 ranks, {2 * layers} parameters", "torch", "farstep")],
+            f"state-tensors{2 * n}", f"state-{n}", 2, [Match(f"2 ranks, {2 * n} tensors", "torch", "farstep")]
         )
-        for layers in STATE_LAYERS
-        if layers != _TYPICAL
+        for n in (8, 96, 384)
     ),
 ]
+STATES = [*GATHERING, *GROWTH]
 CONTESTS = [ZERO, FSDP2, *STATES]
 
 
-def report(contests: Sequence[Contest], outcomes: dict[str, Outcome], rounds: int) -> list[str]:
+def report(contests: Sequence[Contest], outcomes: dict[str, Outcome]) -> list[str]:
     """Parts of RESULTS.md."""
     parts: list[str] = []
     steps = [c for c in contests if c in (ZERO, FSDP2)]
@@ -95,19 +112,26 @@ def report(contests: Sequence[Contest], outcomes: dict[str, Outcome], rounds: in
     if states:
         parts += [
             "## A full optimizer state on the first rank",
-            f"AdamW over an FSDP2 model of {STATE_PARAMETERS // 1_000_000} million parameters, gathered whole into main memory: "
+            "AdamW over an FSDP2 model, gathered whole into main memory: "
             "`state_dict(full=True, rank0_only=True, cpu_offload=True)` beside torch's "
             "`get_optimizer_state_dict` with `full_state_dict=True, cpu_offload=True`. More ranks than cores wait for each other.",
             _table(states, outcomes),
         ]
+        parts[-1] = _table([c for c in states if c in GATHERING], outcomes)
         weighed = [c for c in states if outcomes[c.key].memory]
         if weighed:
             parts += [
                 "Memory beyond that which holds the result, at most, on the first rank and on the others:",
                 _extra(weighed, outcomes),
             ]
+        grown = [c for c in states if c in GROWTH]
+        if grown:
+            parts += [
+                f"How it grows with ranks and with tensors, {MEDIUM // 1_000_000} million parameters:",
+                _table(grown, outcomes),
+            ]
     if parts:
-        parts.append(_summary(contests, outcomes, rounds))
+        parts.append(_summary(contests, outcomes))
     return parts
 
 
@@ -166,7 +190,7 @@ def _peaks(outcome: Outcome) -> str:
 
 
 def _extra(contests: Sequence[Contest], outcomes: dict[str, Outcome]) -> str:
-    result = 2 * 4 * STATE_PARAMETERS
+    result = 2 * 4 * LARGE
     lines = [
         ["", "torch, first", "torch, others", "farstep, first", "farstep, others"],
         ["---", *["---:"] * 4],
@@ -180,7 +204,7 @@ def _extra(contests: Sequence[Contest], outcomes: dict[str, Outcome]) -> str:
     return _ruled(lines)
 
 
-def _summary(contests: Sequence[Contest], outcomes: dict[str, Outcome], rounds: int) -> str:
+def _summary(contests: Sequence[Contest], outcomes: dict[str, Outcome]) -> str:
     verdicts = [(match.title, verdict(match, outcomes[c.key])) for c in contests for match in c.matches]
     asked = [each for each in verdicts if each[1]]
     missed = [title for title, found in asked if found == "MISS"]
@@ -190,7 +214,7 @@ def _summary(contests: Sequence[Contest], outcomes: dict[str, Outcome], rounds: 
         else f"All {len(asked)} targets of these two tables are met."
     )
     return (
-        f"{words} {rounds} rounds; in each, the ways are taken in a shuffled order by the same processes, with one compute thread each, and timed from when all ranks have begun "
+        f"{words} At most {max(c.most_rounds for c in contests)} rounds, 3 where growth is shown; in each, the ways are taken in a shuffled order by the same processes, with one compute thread each, and timed from when all ranks have begun "
         "until all are done. Memory is measured in processes of their own."
     )
 

@@ -21,7 +21,7 @@ Case = Callable[[Sequence[str]], AbstractContextManager[Acts]]
 LAYERS, WIDTH, WORDS = 10, 768, 36_900
 ADAMW = {"lr": 1e-4}
 DDP_BUCKET_BYTES = 25 << 20
-STATE_PARAMETERS = 24_000_000
+LARGE, MEDIUM = 63_000_000, 24_000_000
 FSDP_LAYERS, FSDP_WIDTH = 24, 1024
 
 
@@ -135,7 +135,7 @@ def fsdp2(ways: Sequence[str]) -> Iterator[Acts]:
     yield {way: known[way]().step for way in ways}
 
 
-def full_state(layers: int) -> Case:
+def full_state(parameters: int, layers: int) -> Case:
     """The state of AdamW over an FSDP2 model, whole, in the first rank's main memory."""
 
     @contextmanager
@@ -145,7 +145,7 @@ def full_state(layers: int) -> Case:
         from farstep.optim import ShardedOptimizer
 
         warnings.simplefilter("ignore")
-        model = _fsdp2(layers, int((STATE_PARAMETERS / layers) ** 0.5))
+        model = _fsdp2(layers, int((parameters / layers) ** 0.5))
         acts: Acts = {}
         if "torch" in ways:
             torchs = torch.optim.AdamW(model.parameters(), **ADAMW)
@@ -184,9 +184,9 @@ def peak_bytes() -> int:
     raise ValueError("the kernel does not say how much memory this process has had")
 
 
-STATE_LAYERS = (8, 24, 96, 384)
 CASES: dict[str, Case] = {
     "zero": zero,
     "fsdp2": fsdp2,
-    **{f"state{layers}": full_state(layers) for layers in STATE_LAYERS},
+    "state-large": full_state(LARGE, 24),
+    **{f"state-{layers}": full_state(MEDIUM, layers) for layers in (8, 24, 96, 384)},
 }

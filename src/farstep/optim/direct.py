@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from farstep.errors import OptimError
-from farstep.optim.neighbours import Neighbours, Span
+from farstep.errors import ExchangeError, OptimError
 from farstep.optim.partition import Piece
-from farstep.optim.transport import Live, Transport, pack, room_for
+from farstep.optim.transport import BROKEN, Live, Transport, pack, room_for
+from farstep.state.neighbours import Neighbours, Span
 
 __all__ = ["Direct"]
 
@@ -96,8 +96,7 @@ class Direct(Transport):
             dist.all_gather(found, own, self._group)
         except RuntimeError as exc:
             raise OptimError(
-                f"rank {dist.get_rank()}: waiting with all ranks for {what} failed: {exc}. One has died or does not step too. Some parameters may have been "
-                f"updated and others not: start again from a checkpoint"
+                f"rank {dist.get_rank()}: waiting with all ranks for {what} failed: {exc}. One has died or does not step too. {BROKEN}"
             ) from exc
         return found
 
@@ -113,7 +112,10 @@ class Direct(Transport):
             else:
                 into[at : at + s.numel].zero_()
             at += s.numel
-        self._neighbours.read(rank, there, here)
+        try:
+            self._neighbours.read(rank, there, here)
+        except ExchangeError as exc:
+            raise OptimError(f"rank {dist.get_rank()}: {exc}. {BROKEN}") from exc
 
 
 class _Reading:

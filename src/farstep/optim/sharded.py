@@ -19,10 +19,10 @@ from farstep.optim.agreement import check_same, values_of
 from farstep.optim.elementwise import ELEMENTWISE, NOT_ELEMENTWISE
 from farstep.optim.members import Member, Part, kind_of, member_of
 from farstep.optim.named_groups import NamedGroup, parse_named_group, parse_named_groups
-from farstep.optim.neighbours import Neighbours
 from farstep.optim.sharded_clip import coefficient_of, total_norm
 from farstep.optim.state_dicts import name_of_class
 from farstep.optim.zero import Zero
+from farstep.state.neighbours import Neighbours
 
 __all__ = ["ShardedOptimizer"]
 

@@ -18,12 +18,14 @@ from torch import Tensor
 from farstep.errors import OptimError
 from farstep.optim.partition import Piece
 
-__all__ = ["Gather", "Live", "Transport", "in_place", "pack", "room_for"]
+__all__ = ["BROKEN", "Gather", "Live", "Transport", "in_place", "pack", "room_for"]
 
 DEPTH = 3
 """Pieces under way at once. One is not enough to overlap; more only take memory."""
 GRADIENTS, VALUES = 0, 1
 """Tags."""
+
+BROKEN = "Some parameters may have been updated and others not: start again from a checkpoint"
 
 Live = list[list[int]]
 """For each rank, the numbers of those of its pieces that take part."""
@@ -72,8 +74,7 @@ class _Post:
             except RuntimeError as exc:
                 peer = f"rank {self.ops[i].peer}" if len(self.works) == len(self.ops) else "another rank"
                 raise OptimError(
-                    f"rank {dist.get_rank()}: {self.what} {peer} failed: {exc}. That rank has died or does not step too. Some parameters may have "
-                    f"been updated and others not: start again from a checkpoint"
+                    f"rank {dist.get_rank()}: {self.what} {peer} failed: {exc}. That rank has died or does not step too. {BROKEN}"
                 ) from exc
 
 

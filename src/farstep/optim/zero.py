@@ -17,10 +17,10 @@ from torch.autograd.graph import increment_version
 from farstep.errors import OptimError
 from farstep.optim import fast
 from farstep.optim.direct import Direct
-from farstep.optim.neighbours import Neighbours
 from farstep.optim.partition import Extent, Segment, divide
 from farstep.optim.transport import Transport
 from farstep.state import Box, Shards, Spread, flat_boxes
+from farstep.state.neighbours import Neighbours
 
 __all__ = ["Update", "Zero"]
 
@@ -80,6 +80,7 @@ class Zero:
             segment: self._shadow(segment) for held in self.held for segment in held.get(self._rank, ())
         }
         """What the optimizer works on here."""
+        self._spreads: dict[tuple[int, torch.dtype], Spread] = {}
         self._addresses = [p.data_ptr() for p in parameters]
         self._reduced: list[tuple[Tensor | None, int]] | None = None
         """The gradients as `reduce` left them, and their versions."""
@@ -281,11 +282,15 @@ class Zero:
 
     def spread(self, number: int, dtype: torch.dtype) -> Spread:
         """Of a state that has the parameter's shape."""
+        known = self._spreads.get((number, dtype))
+        if known is not None:
+            return known
         shape = self.parameters[number].shape
         boxes = {
             rank: [box for s in held for box in self._boxes(s)] for rank, held in self.held[number].items()
         }
-        return Spread.of(shape, dtype, boxes)
+        self._spreads[number, dtype] = Spread.of(shape, dtype, boxes)
+        return self._spreads[number, dtype]
 
     def shards(self, number: int, tensors: Sequence[Tensor], dtype: torch.dtype) -> Shards:
         """A state that has the parameter's shape, from what each shadow of this rank's has of it."""

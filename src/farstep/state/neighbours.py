@@ -13,18 +13,21 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from farstep.errors import OptimError
-from farstep.optim.agreement import gathered
+from farstep.errors import ExchangeError
 
-__all__ = ["Neighbours"]
+__all__ = ["Neighbours", "Span"]
 
 Span = tuple[int, int]
 """Address and length in bytes."""
 MOST_SPANS = 512
 """Of one call; the kernel takes 1,024."""
+
+
+_known: WeakKeyDictionary[Any, Neighbours | None] = WeakKeyDictionary()
 
 
 class _Span(ctypes.Structure):
@@ -42,17 +45,25 @@ class Neighbours:
     def of(cls, group: dist.ProcessGroup | None) -> Neighbours | None:
         """None unless all ranks are on one host and may. All ranks call it, and come to the same."""
         token = ctypes.create_string_buffer(secrets.token_bytes(16), 16)
-        cards = gathered(group, (_host(), os.getpid(), ctypes.addressof(token), token.raw))
+        cards = _gathered(group, (_host(), os.getpid(), ctypes.addressof(token), token.raw))
         found = cls([pid for _, pid, _, _ in cards]) if _readv() is not None else None
         may = found is not None and len({host for host, _, _, _ in cards}) == 1 and found._can_read(cards)
-        return found if all(gathered(group, may)) else None
+        return found if all(_gathered(group, may)) else None
+
+    @classmethod
+    def known(cls, group: dist.ProcessGroup | None) -> Neighbours | None:
+        """The same, tried out only once for each group."""
+        key = group if group is not None else dist.group.WORLD
+        if key not in _known:
+            _known[key] = cls.of(group)
+        return _known[key]
 
     def _can_read(self, cards: Sequence[Any]) -> bool:
         for rank, (_, _, address, token) in enumerate(cards):
             copy = ctypes.create_string_buffer(16)
             try:
                 self.read(rank, [(address, 16)], [(ctypes.addressof(copy), 16)])
-            except OptimError:
+            except ExchangeError:
                 return False
             if copy.raw != token:
                 return False  # a process of that number in another namespace
@@ -75,7 +86,7 @@ class Neighbours:
             return
         if got < 0:
             error = ctypes.get_errno()
-            raise OptimError(
+            raise ExchangeError(
                 f"the memory of rank {rank} (process {self._pids[rank]}) cannot be read: {os.strerror(error)}. That rank has died, or its rights have changed"
             )
         # A call moves at most 2 GiB, and may stop between two spans.
@@ -91,6 +102,12 @@ def _rest(there: Sequence[Span], here: Sequence[Span], done: int) -> tuple[list[
             left[0].append((a + skip, nbytes - skip))
             left[1].append((b + skip, nbytes - skip))
     return left
+
+
+def _gathered(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group)
+    return found
 
 
 def _readv() -> Any:

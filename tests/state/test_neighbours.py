@@ -8,9 +8,10 @@ import torch.distributed as dist
 from support.ranks import Ranks
 from torch import nn
 
-from farstep.errors import OptimError
-from farstep.optim import ShardedOptimizer, neighbours
-from farstep.optim.neighbours import MOST_SPANS, Neighbours
+from farstep.errors import ExchangeError, OptimError
+from farstep.optim import ShardedOptimizer
+from farstep.state import neighbours
+from farstep.state.neighbours import MOST_SPANS, Neighbours
 
 
 def reading():
@@ -29,7 +30,7 @@ def reading():
         found.read(other, there, here)
         assert into[:count].tolist() == [10_000 * other + i for i in reversed(range(count))]
     dist.barrier()
-    with pytest.raises(OptimError, match=r"the memory of rank 1 .* cannot be read"):
+    with pytest.raises(ExchangeError, match=r"the memory of rank 1 .* cannot be read"):
         found.read(1, [(8, 4)], [(into.data_ptr(), 4)])
     # A call may stop half-way.
     real, found._readv = found._readv, lambda pid, a, n, b, m, flags: real_part(real, pid, a, b)
