@@ -81,7 +81,11 @@ GROWTH = [
     ),
     *(
         Contest(
-            f"state-tensors{2 * n}", f"state-{n}", 2, [Match(f"2 ranks, {2 * n} tensors", "torch", "farstep")]
+            f"state-tensors{2 * n}",
+            f"state-{n}",
+            2,
+            [Match(f"2 ranks, {2 * n} tensors", "torch", "farstep")],
+            most_rounds=3,
         )
         for n in (8, 96, 384)
     ),
