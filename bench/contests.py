@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from bench.contest import Contest, Match, Outcome
-from bench.sharded import FSDP_LAYERS, FSDP_WIDTH, LARGE, MEDIUM
+from bench.sharded import FSDP_SIZES, FSDP_STEPS, LARGE, MEDIUM
 
 _REDUCING = "gradients reduced, step, new values on all ranks"
 _STEP = "the step alone, gradients reduced before"
@@ -38,19 +38,22 @@ ZERO = Contest(
         "reducing, farstep, messages",
     ),
 )
-FSDP2 = Contest(
-    "fsdp2",
-    "fsdp2",
-    2,
-    [
-        Match(
-            f"step on FSDP2 parameters, {2 * FSDP_LAYERS} of them, {FSDP_LAYERS * FSDP_WIDTH**2 // 1_000_000} million elements; torch's fused AdamW",
-            "torch",
-            "farstep",
-            1.0,
-        )
-    ],
-)
+FSDP2 = [
+    Contest(
+        f"fsdp2-{2 * layers}",
+        f"fsdp2-{layers}",
+        2,
+        [
+            Match(
+                f"{FSDP_STEPS} steps on {2 * layers} FSDP2 parameters, {layers * width**2 / 1e6:.1f} million elements; torch's fused AdamW",
+                "torch",
+                "farstep",
+                1.0,
+            )
+        ],
+    )
+    for layers, width in FSDP_SIZES
+]
 GATHERING = [
     Contest(
         f"state{ranks}",
@@ -91,13 +94,13 @@ GROWTH = [
     ),
 ]
 STATES = [*GATHERING, *GROWTH]
-CONTESTS = [ZERO, FSDP2, *STATES]
+CONTESTS = [ZERO, *FSDP2, *STATES]
 
 
 def report(contests: Sequence[Contest], outcomes: dict[str, Outcome]) -> list[str]:
     """Parts of RESULTS.md."""
     parts: list[str] = []
-    steps = [c for c in contests if c in (ZERO, FSDP2)]
+    steps = [c for c in contests if c in (ZERO, *FSDP2)]
     if steps:
         parts += [
             "## Sharded optimizers",

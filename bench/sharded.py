@@ -22,7 +22,8 @@ LAYERS, WIDTH, WORDS = 10, 768, 36_900
 ADAMW = {"lr": 1e-4}
 DDP_BUCKET_BYTES = 25 << 20
 LARGE, MEDIUM = 63_000_000, 24_000_000
-FSDP_LAYERS, FSDP_WIDTH = 24, 1024
+FSDP_SIZES = ((24, 1024), (96, 128))
+FSDP_STEPS = 10
 
 
 def shapes() -> list[tuple[int, ...]]:
@@ -123,16 +124,25 @@ def _fsdp2(layers: int, width: int) -> nn.Module:
     return model
 
 
-@contextmanager
-def fsdp2(ways: Sequence[str]) -> Iterator[Acts]:
-    from farstep.optim import ShardedOptimizer
+def fsdp2(layers: int, width: int) -> Case:
+    """Several steps: one is soon over."""
 
-    model = _fsdp2(FSDP_LAYERS, FSDP_WIDTH)
-    known: dict[str, Callable[[], Any]] = {
-        "torch": lambda: torch.optim.AdamW(model.parameters(), fused=True, **ADAMW),
-        "farstep": lambda: ShardedOptimizer(dict(model.named_parameters()), torch.optim.AdamW, **ADAMW),
-    }
-    yield {way: known[way]().step for way in ways}
+    @contextmanager
+    def case(ways: Sequence[str]) -> Iterator[Acts]:
+        from farstep.optim import ShardedOptimizer
+
+        model = _fsdp2(layers, width)
+        known: dict[str, Callable[[], Any]] = {
+            "torch": lambda: torch.optim.AdamW(model.parameters(), fused=True, **ADAMW),
+            "farstep": lambda: ShardedOptimizer(dict(model.named_parameters()), torch.optim.AdamW, **ADAMW),
+        }
+
+        def steps(optimizer: Any) -> Callable[[], object]:
+            return lambda: [optimizer.step() for _ in range(FSDP_STEPS)]
+
+        yield {way: steps(known[way]()) for way in ways}
+
+    return case
 
 
 def full_state(parameters: int, layers: int) -> Case:
@@ -186,7 +196,7 @@ def peak_bytes() -> int:
 
 CASES: dict[str, Case] = {
     "zero": zero,
-    "fsdp2": fsdp2,
+    **{f"fsdp2-{layers}": fsdp2(layers, width) for layers, width in FSDP_SIZES},
     "state-large": full_state(LARGE, 24),
     **{f"state-{layers}": full_state(MEDIUM, layers) for layers in (8, 24, 96, 384)},
 }

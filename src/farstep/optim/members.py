@@ -112,8 +112,9 @@ class _OfDTensor(Member):
 
     @staticmethod
     def _to_local(value: Any) -> Tensor:
-        with torch.no_grad():
-            local = value.to_local()
+        if torch.is_grad_enabled():
+            value = value.detach()
+        local = value.to_local()
         return local.wait() if hasattr(local, "wait") else local  # type: ignore[no-any-return]
 
     @property
