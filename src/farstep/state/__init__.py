@@ -6,6 +6,8 @@ A `Layout` says which rank holds which boxes of which tensor; `plan` lists the c
 from farstep.state.adapters import layout_of, like, local_tensors, named_shards, on_rank, shards_of
 from farstep.state.box import Box, flat_boxes
 from farstep.state.exchange import exchange, respread
+from farstep.state.flat import FlatLayout
+from farstep.state.flatten import flatten, flatten_shard, flatten_state, unflatten, unflatten_state
 from farstep.state.layout import Layout, Spread
 from farstep.state.reshard import Copy, Plan, plan
 from farstep.state.shards import Shards
@@ -13,12 +15,16 @@ from farstep.state.shards import Shards
 __all__ = [
     "Box",
     "Copy",
+    "FlatLayout",
     "Layout",
     "Plan",
     "Shards",
     "Spread",
     "exchange",
     "flat_boxes",
+    "flatten",
+    "flatten_shard",
+    "flatten_state",
     "layout_of",
     "like",
     "local_tensors",
@@ -27,4 +33,6 @@ __all__ = [
     "plan",
     "respread",
     "shards_of",
+    "unflatten",
+    "unflatten_state",
 ]

@@ -133,6 +133,7 @@ def _flat_parameter(
     own_rank(group)  # raises on a rank that is not in the group
     ends = list(itertools.accumulate(flat._numels_with_padding, initial=0))
     total = ends.pop()
+    originals = dict(zip(names, flat._params, strict=True)) if flat._params is not None else {}
     layout = FlatLayout(
         tuple(names),
         tuple(tuple(shape) for shape in flat._shapes),
@@ -146,8 +147,11 @@ def _flat_parameter(
             )
             if not contiguous
         },
+        aliases,
+        frozenset(name for name, each in originals.items() if not each.requires_grad)
+        if originals
+        else frozenset(() if flat.requires_grad else names),
     )
-    originals = dict(zip(names, flat._params, strict=True)) if flat._params is not None else {}
     return FlatParameter(
         flat, layout, handle.rank if handle.uses_sharded_strategy else 0, holders, aliases, originals
     )
