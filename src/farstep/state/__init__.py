@@ -9,6 +9,8 @@ from farstep.state.exchange import exchange, respread
 from farstep.state.flat import FlatLayout
 from farstep.state.flatten import flatten, flatten_shard, flatten_state, unflatten, unflatten_state
 from farstep.state.layout import Layout, Spread
+from farstep.state.optim_entries import RankOwned
+from farstep.state.optim_state import load_optim_state_dict, optim_state_dict
 from farstep.state.reshard import Copy, Plan, plan
 from farstep.state.shards import Shards
 
@@ -18,6 +20,7 @@ __all__ = [
     "FlatLayout",
     "Layout",
     "Plan",
+    "RankOwned",
     "Shards",
     "Spread",
     "exchange",
@@ -27,9 +30,11 @@ __all__ = [
     "flatten_state",
     "layout_of",
     "like",
+    "load_optim_state_dict",
     "local_tensors",
     "named_shards",
     "on_rank",
+    "optim_state_dict",
     "plan",
     "respread",
     "shards_of",
