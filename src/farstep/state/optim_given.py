@@ -20,7 +20,7 @@ from farstep.state.optim_entries import Number, RankOwned, agree, everyones, lab
 from farstep.state.optim_schema import options_of
 from farstep.state.shards import Shards
 
-__all__ = ["Given", "Owned", "Whole", "given_to"]
+__all__ = ["Given", "Owned", "Whole", "given_alone", "given_to"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +101,12 @@ def given_to(state: Any, translate: Callable[[str], str], broadcast_from_rank0: 
         return Given(_merged([mine.state] * size_of(group)), mine.groups, mine.tensors)
     _check_groups([groups for _, groups in every])
     return Given(_merged([each for each, _ in every]), mine.groups, mine.tensors)
+
+
+def given_alone(state: Any, translate: Callable[[str], str], group: Group) -> Given:
+    """The same where every rank has the same whole state, so that none has to be asked."""
+    mine = _understood(state, translate, group)
+    return Given(_merged([mine.state] * size_of(group)), mine.groups, mine.tensors)
 
 
 # -- on one rank ------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from farstep.state.optim_roster import Optimizers, Roster, Seated, SeatGroup, ro
 from farstep.state.optim_seats import Seat, retyped
 from farstep.state.shards import Shards
 
-__all__ = ["load"]
+__all__ = ["Loading", "Translation", "load"]
 
 NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
 """What torch's own classes keep as a tensor of one number; all else of theirs has the parameter's shape."""
@@ -48,8 +48,8 @@ def load(
             error = exc
         agree(error, options.group, doing)
         assert roster is not None
-        given = given_to(state, _Translation(roster), broadcast_from_rank0, options.group)
-        loading = _Loading(roster, given, options.rank)
+        given = given_to(state, Translation(roster), broadcast_from_rank0, options.group)
+        loading = Loading(roster, given, options.rank)
         try:
             loading.prepare(strict)
         except Exception as exc:
@@ -65,7 +65,7 @@ def load(
         loading.commit()
 
 
-class _Translation:
+class Translation:
     """A saved name -> the parameter's own here."""
 
     def __init__(self, roster: Roster) -> None:
@@ -98,7 +98,7 @@ class _Slot:
         return ", ".join(repr(seat.name) for seat, _ in self.members)
 
 
-class _Loading:
+class Loading:
     def __init__(self, roster: Roster, given: Given, rank: int) -> None:
         self._roster, self._given, self._rank = roster, given, rank
         self._slots = list(_slots(roster))
