@@ -523,7 +523,7 @@ class Strange(torch.optim.SGD):
 
 
 def strange():
-    for kind in ("original", "fully_shard"):
+    for kind in SHARDED:
         model, optim = make(kind, optimizer=lambda parameters: Strange(parameters, lr=0.1))
         found = full_optim_state_dict(model, optim, rank0_only=False)
         for state in found["state"].values():

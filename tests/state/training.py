@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -12,7 +11,7 @@ from farstep.optim import ShardedOptimizer
 from farstep.state import named_shards, respread
 from state import holdings
 
-__all__ = ["KINDS", "Trained", "reference"]
+__all__ = ["KINDS", "Trained", "bits_of", "reference"]
 
 
 class Trained:
@@ -44,6 +43,31 @@ class Trained:
 
     def whole(self) -> dict[str, torch.Tensor]:
         return self.holding.whole()
+
+
+def bits_of(*optimizers: torch.optim.Optimizer) -> list:
+    """Everything that reading or a failed load might change, copied: options, parameters, gradients, state."""
+    return [
+        (
+            {key: value for key, value in group.items() if key != "params"},
+            [(_bits(p), _bits(p.grad), _bits(optimizer.state.get(p))) for p in group["params"]],
+            len(optimizer.state),
+        )
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+    ]
+
+
+def _bits(value):
+    if isinstance(value, dict):
+        return {key: (id(each), _bits(each)) for key, each in value.items()}
+    if isinstance(value, torch.Tensor):
+        local = value.to_local() if hasattr(value, "to_local") else value
+        if hasattr(local, "local_shards"):
+            return [_bits(shard.tensor) for shard in local.local_shards()]
+        local = local.detach().contiguous()
+        return local.shape, local.dtype, local.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return value
 
 
 def gradient(value: torch.Tensor) -> torch.Tensor:
@@ -174,7 +198,3 @@ KINDS = [
     Zero,
     ShardedFsdp2,
 ]
-
-
-def ranks_alone() -> bool:
-    return dist.get_rank() == 0

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from farstep.errors import FarstepError, StateError
-from farstep.state.adapters.ranks import Group, size_of
 from farstep.state.layout import Spread
 
 __all__ = [
@@ -23,12 +19,11 @@ __all__ = [
     "Odd",
     "RankOwned",
     "Shaped",
-    "agree",
     "copied",
     "digest",
-    "everyones",
     "label",
     "ranks_named",
+    "union",
     "unlike",
 ]
 
@@ -139,41 +134,6 @@ def ranks_named(ranks: Sequence[int]) -> str:
     return ("ranks " if len(ranks) > 1 else "rank ") + ", ".join(map(str, ranks))
 
 
-# -- ranks together ---------------------------------------------------------------------------------------
-
-
-def everyones(value: Any, group: Group) -> list[Any] | None:
-    """Every rank's, by rank; None if all have the same, which is then not sent."""
-    if size_of(group) == 1:
-        return None
-    text = pickle.dumps(value)
-    marks: list[Any] = [None] * size_of(group)
-    dist.all_gather_object(marks, hashlib.blake2b(text, digest_size=16).digest(), group)
-    if len(set(marks)) == 1:
-        return None
-    found: list[Any] = [None] * size_of(group)
-    dist.all_gather_object(found, text, group)
-    return [pickle.loads(each) for each in found]
-
-
-def agree(error: Exception | None, group: Group, doing: str) -> None:
-    """All go on, or all raise: each its own error, or that of the first rank that has one."""
-    texts: list[Any] = [None if error is None else f"{type(error).__name__}: {error}"]
-    if size_of(group) > 1:
-        mine, texts = texts[0], [None] * size_of(group)
-        dist.all_gather_object(texts, mine, group)
-    if error is not None:
-        raise error
-    failed = [rank for rank, text in enumerate(texts) if text is not None]
-    if failed:
-        raise StateError(f"{doing} did not come about, because of {ranks_named(failed)}: {texts[failed[0]]}")
-
-
-def caught(*errors: type[Exception]) -> tuple[type[Exception], ...]:
-    """What one rank may fail with, so that the others are told."""
-    return (FarstepError, ValueError, TypeError, RuntimeError, *errors)
-
-
-def union(several: Iterable[Iterable[str]]) -> list[str]:
-    """Each once, in the order of the first."""
+def union(several: Iterable[Iterable[Any]]) -> list[Any]:
+    """Each once, in the order in which they come first."""
     return list(dict.fromkeys(each for some in several for each in some))

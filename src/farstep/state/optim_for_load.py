@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from farstep.errors import StateMismatch
-from farstep.state.adapters.ranks import Group, own_rank
+from farstep.state.adapters.ranks import Group
 from farstep.state.exchange import respread
 from farstep.state.optim_given import given_alone
 from farstep.state.optim_loading import Loading, Translation, load
@@ -86,7 +86,7 @@ def _load_alone(model: nn.Module, stand_in: Optimizer, state: Any, group: Group)
         )
     roster = roster_of(model, stand_in, group)
     given = given_alone(state, Translation(roster), group)
-    loading = Loading(roster, given, own_rank(group))
+    loading = Loading(roster, given, group)
     loading.prepare(strict=True)
     respread(loading.sources, loading.targets, group, check=False)
     loading.finish()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,9 @@ from farstep.errors import StateMismatch
 from farstep.state.adapters import shards_of
 from farstep.state.adapters.ranks import Group, own_rank, size_of
 from farstep.state.box import Box
+from farstep.state.council import agree, everyones
 from farstep.state.layout import Spread
-from farstep.state.optim_entries import Number, RankOwned, agree, everyones, label, ranks_named, union, unlike
+from farstep.state.optim_entries import Number, RankOwned, label, ranks_named, union, unlike
 from farstep.state.optim_schema import options_of
 from farstep.state.shards import Shards
 
@@ -82,21 +83,31 @@ class _Mine:
     tensors: dict[str, list[Tensor]] = field(default_factory=dict)
 
 
-def given_to(state: Any, translate: Callable[[str], str], broadcast_from_rank0: bool, group: Group) -> Given:
-    """All ranks call it. Raises StateMismatch, which names parameter, state and ranks, where what they were given does not go together."""
-    mine, error = _Mine(), None
-    if own_rank(group) == 0 or not broadcast_from_rank0:
+def given_to(
+    state: Any,
+    translate: Callable[[str], str],
+    broadcast_from_rank0: bool,
+    error: Exception | None,
+    group: Group,
+    doing: str,
+) -> Given:
+    """All ranks call it. Raises StateMismatch, which names parameter, state and ranks, where what they were given does not go together.
+
+    `error` is what keeps this rank from going on.
+    """
+    mine = _Mine()
+    if error is None and (own_rank(group) == 0 or not broadcast_from_rank0):
         try:
             mine = _understood(state, translate, group)
         except Exception as exc:
             error = exc
-    agree(error, group, "loading the optimizer's state")
     told = mine.state, mine.groups
     if broadcast_from_rank0 and size_of(group) > 1:
+        agree(error, group, doing)
         box: list[Any] = [told]
         dist.broadcast_object_list(box, group=group, group_src=0)
         return Given(_merged([box[0][0]]), box[0][1], mine.tensors)
-    every = everyones(told, group)
+    every = everyones(told, error, group, doing)
     if every is None:
         return Given(_merged([mine.state] * size_of(group)), mine.groups, mine.tensors)
     _check_groups([groups for _, groups in every])
@@ -197,16 +208,12 @@ def _take(mine: _Mine, name: str, key: str, value: Any, saved_by: int, rank: int
             *(t for t, is_new in zip(parts, new, strict=True) if is_new),
         ]
     elif isinstance(before, _OwnedPart) and isinstance(entry, _OwnedPart):
-        known[key] = _OwnedPart(before.spread, tuple(union_of(before.tensors, entry.tensors)))
+        known[key] = _OwnedPart(before.spread, tuple(union([before.tensors, entry.tensors])))
         mine.tensors |= tensors
     elif before != entry:
         raise StateMismatch(
             f"the state {key!r} of parameter {name!r} is {before} in one part and {entry} in another; nothing has been loaded"
         )
-
-
-def union_of(a: Iterable[Any], b: Iterable[Any]) -> list[Any]:
-    return list(dict.fromkeys([*a, *b]))
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -13,8 +13,10 @@ from torch.optim import Optimizer
 
 from farstep.errors import StateMismatch
 from farstep.state.adapters import like
+from farstep.state.adapters.ranks import Group, own_rank, size_of
+from farstep.state.council import agree
 from farstep.state.layout import Spread
-from farstep.state.optim_entries import Number, agree, copied, label, union
+from farstep.state.optim_entries import Number, copied, label, union
 from farstep.state.optim_given import Entry, Given, Owned, Whole, cleaned, given_to
 from farstep.state.optim_moving import Options, move
 from farstep.state.optim_options import check_names, is_torchs, options_for, stepper_of
@@ -40,22 +42,20 @@ def load(
 ) -> None:
     profile = Profile(options.profile)
     doing = "loading the optimizer's state"
+    error: Exception | None = None
+    roster = Roster([], {}, set())
     with profile.phase("plan"):
-        roster, error = None, None
         try:
             roster = roster_of(model, optim, options.group)
         except Exception as exc:
             error = exc
-        agree(error, options.group, doing)
-        assert roster is not None
-        given = given_to(state, Translation(roster), broadcast_from_rank0, options.group)
-        loading = Loading(roster, given, options.rank)
+        given = given_to(state, Translation(roster), broadcast_from_rank0, error, options.group, doing)
+        loading = Loading(roster, given, options.group)
         try:
             loading.prepare(strict)
         except Exception as exc:
             error = exc
-        agree(error, options.group, doing)
-    move(loading.sources, loading.targets, options, profile, doing)
+    move(loading.sources, loading.targets, error, options, profile, doing)
     with profile.phase("copy"):
         try:
             loading.finish()
@@ -99,8 +99,9 @@ class _Slot:
 
 
 class Loading:
-    def __init__(self, roster: Roster, given: Given, rank: int) -> None:
-        self._roster, self._given, self._rank = roster, given, rank
+    def __init__(self, roster: Roster, given: Given, group: Group) -> None:
+        self._roster, self._given = roster, given
+        self._rank, self._ranks = own_rank(group), size_of(group)
         self._slots = list(_slots(roster))
         self._options: list[dict[str, Any]] = []
         self._casts: list[tuple[_Slot, str, torch.dtype]] = []
@@ -127,16 +128,23 @@ class Loading:
                 slot.is_kept = True
             else:
                 self._fill(slot, strict)
-        # A rank that has nothing of a parameter still knows of the others that do.
-        for name, seat in self._roster.seats.items():
+        for seat in self._roster.seats.values():
             if not seat.keys:
-                for key, entry in self._given.state.get(name, {}).items():
-                    if isinstance(entry, Whole) and entry.spread.shape == seat.shape:
-                        self._send(
-                            label(name, key),
-                            entry.spread,
-                            Shards(retyped(seat.spread, entry.spread.dtype), []),
-                        )
+                for key, entry in self._given.state.get(seat.name, {}).items():
+                    self._let_pass(seat, key, entry)
+
+    def _let_pass(self, seat: Seat, key: str, entry: Entry) -> None:
+        """This rank has nothing of a parameter. It may have been given some of its state, which others want."""
+        if isinstance(entry, Owned):
+            for rank, source in entry.tensors.items():
+                self._send(label(seat.name, key, rank), source, Shards(_returned(source, rank), []))
+        elif isinstance(entry, Whole):
+            source = entry.spread
+            if source.shape == seat.shape:
+                target = Shards(retyped(seat.spread, source.dtype), [])
+            else:
+                target = self._everywhere(source, None)
+            self._send(label(seat.name, key), source, target)
 
     def _fill(self, slot: _Slot, strict: bool) -> None:
         states = [self._given.state.get(seat.name) or {} for seat, _ in slot.members]
@@ -223,11 +231,15 @@ class Loading:
         shape, old = entry.spread.shape, slot.old.get(key)
         self._check_odd(slot, seat, key, shape, old)
         device = old.device if isinstance(old, Tensor) else slot.key.device
-        made = torch.empty(shape, dtype=entry.spread.dtype, device=device)
-        everyone = Spread.whole(shape, entry.spread.dtype, _all_ranks(seat))
-        self._send(label(seat.name, key), entry.spread, Shards(everyone, [made]))
+        target = self._everywhere(entry.spread, device)
+        self._send(label(seat.name, key), entry.spread, target)
+        (made,) = target.tensors
         found: Tensor = like(old, [made]) if old is not None and hasattr(old, "placements") else made
         return found
+
+    def _everywhere(self, source: Spread, device: torch.device | None) -> Shards:
+        spread = Spread.whole(source.shape, source.dtype, range(self._ranks))
+        return Shards.empty(spread, self._rank, device)
 
     def _check_odd(self, slot: _Slot, seat: Seat, key: str, shape: tuple[int, ...], old: Any) -> None:
         stepper = stepper_of(slot.group.optimizer)
@@ -275,8 +287,7 @@ class Loading:
             if rank == self._rank:
                 made = torch.empty(source.shape, dtype=source.dtype, device=slot.key.device)
                 here = [made]
-            target = Shards(Spread.whole(source.shape, source.dtype, [rank]), here)
-            self._send(label(seat.name, key, rank), source, target)
+            self._send(label(seat.name, key, rank), source, Shards(_returned(source, rank), here))
         return made
 
     def _send(self, text: str, source: Spread, target: Shards) -> None:
@@ -330,8 +341,9 @@ def _slots(roster: Roster) -> Iterator[_Slot]:
         yield from found.values()
 
 
-def _all_ranks(seat: Seat) -> list[int]:
-    return sorted(set(seat.spread.ranks.tolist()))
+def _returned(source: Spread, rank: int) -> Spread:
+    """A tensor that goes to the rank it was saved by."""
+    return Spread.whole(source.shape, source.dtype, [rank])
 
 
 def _odd_of_torch() -> tuple[type[Optimizer], ...]:

@@ -29,11 +29,11 @@ def is_torchs(optimizer: Optimizer) -> bool:
 
 def check_names(roster: Roster, saved: Collection[str], with_state: Collection[str]) -> None:
     """Raise StateMismatch, which lists them, where a name is in one and not in the other. Frozen parameters may be missing on either side."""
-    stepped = list(roster.homes)
-    missing = [name for name in stepped if name not in saved and roster.seats[name].requires_grad]
-    here = set(stepped)
+    missing = [name for name in roster.homes if name not in saved and roster.seats[name].requires_grad]
     unexpected = [
-        name for name in saved if name not in here and not (name in roster.known and name not in with_state)
+        name
+        for name in saved
+        if name not in roster.seats and not (name in roster.known and name not in with_state)
     ]
     if missing or unexpected:
         lines = ["the state does not fit the optimizer's parameters, and nothing has been loaded."]

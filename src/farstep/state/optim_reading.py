@@ -80,7 +80,7 @@ class _Reading:
                     mine[key] = RankOwned(seat.spread, {r: t for r, t in parts.items() if t is not None})
                 else:
                     mine[key] = whole(label(seat.name, key), self._shards(seat, key, entry), device)
-        move(sources, targets, self._options, self._profile, "gathering the optimizer's state")
+        move(sources, targets, None, self._options, self._profile, "gathering the optimizer's state")
         return state if receives else None
 
     def here(self, cpu_offload: bool) -> dict[str, dict[str, Any]]:

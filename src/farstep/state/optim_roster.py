@@ -140,7 +140,7 @@ class _Model:
         self.names: dict[int, str] = {}
         """id of a parameter that has a name of its own -> the name."""
         self._flat: dict[int, Any] = {}
-        self._local: dict[int, tuple[str, Tensor]] = {}
+        self._local: dict[int, tuple[str, Any]] = {}
         self._whole: dict[str, Any] = {}
         self._replicas = ddp.replicas(model, group)
         if "torch.distributed.fsdp" in sys.modules:
@@ -248,6 +248,7 @@ def _of_dtensor(name: str, parameter: Tensor, group: Group) -> Seat:
         [parameter.shape],
         views,
         requires_grad=parameter.requires_grad,
+        is_dtensor=True,
         form=lambda values: values[0].detach(),
         fresh=fresh,
     )

@@ -10,15 +10,14 @@ from torch import Tensor
 
 from farstep.errors import StateError
 from farstep.state.adapters.ranks import Group, size_of
+from farstep.state.council import everyones
 from farstep.state.optim_entries import (
     Entry,
     Number,
     Odd,
     Shaped,
-    agree,
     copied,
     digest,
-    everyones,
     ranks_named,
     union,
     unlike,
@@ -66,9 +65,8 @@ def schema_of(roster: Roster | None, error: Exception | None, group: Group) -> S
             ({key: copied(value) for key, value in options_of(each.options).items()}, each.names)
             for each in roster.groups
         ]
-    agree(error, group, "reading the optimizer's state")
+    every = everyones((mine, groups), error, group, "reading the optimizer's state")
     assert roster is not None
-    every = everyones((mine, groups), group)
     if every is None:
         everybody = list(range(size_of(group)))
         held = {

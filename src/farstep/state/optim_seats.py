@@ -45,6 +45,7 @@ class Seat:
         *,
         requires_grad: bool,
         is_flat: bool = False,
+        is_dtensor: bool = False,
         form: Callable[[Sequence[Tensor]], Any] | None = None,
         fresh: Callable[[int, torch.dtype, torch.device], Tensor] | None = None,
     ) -> None:
@@ -56,6 +57,8 @@ class Seat:
         self.requires_grad = requires_grad
         self.is_flat = is_flat
         """Whether others lie in the same tensor."""
+        self._is_dtensor = is_dtensor
+        """Whether the optimizer's state is DTensors."""
         self._form, self._fresh = form, fresh
 
     @property
@@ -68,7 +71,7 @@ class Seat:
 
     def is_like(self, number: int, value: Tensor) -> bool:
         """Whether a state under the key of this number is shaped like the parameter."""
-        if self._form is not None:  # DTensors are compared by the shape of the whole
+        if self._is_dtensor:
             return type(value) is type(self.keys[number].data) and tuple(value.shape) == self.shape
         return value.dim() > 0 and tuple(value.shape) == self.local_shapes[number]
 
