@@ -119,7 +119,11 @@ def as_torchs_own(kind):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         wanted = FSDP.shard_full_optim_state_dict(copy.deepcopy(ours), model, optim=optim)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parts = FSDP.sharded_optim_state_dict(model, optim) if kind == "flat" else ours  # ShardedTensors
     for found in (
+        optim_state_dict_to_load(model, optim, parts),
         shard_full_optim_state_dict(ours, model, optim=optim),
         shard_full_optim_state_dict(ours, model),
         scatter_full_optim_state_dict(ours if dist.get_rank() == 0 else None, model, optim=optim),
