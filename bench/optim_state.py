@@ -1,56 +1,45 @@
-"""Optimizer state of sharded models, beside torch's own functions: gathered, loaded, scattered, renamed. Time and peak memory.
+"""Optimizer state of sharded models by parameter name: gathered, loaded, scattered, renamed; beside torch's own functions for it.
 
-    python -m bench.optim_state [--rounds N] [--only CASE ...]
-
-Both sides run in the same processes, on models of their own that are alike, in turn and in shuffled order.
+Each way has a model of its own, all of them alike.
 """
 
 from __future__ import annotations
 
-import argparse
-import ctypes
-import gc
-import random
-import re
-import shutil
-import statistics
-import sys
-import tempfile
-import time
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from datetime import timedelta
-from multiprocessing.connection import Connection
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from bench.__main__ import fork_server
-from bench.group import Group
-from bench.report import duration, ruled
-from bench.worker import obey, quiet
+from bench.sharded import Acts, Case
 
-LAYERS, WIDTH = 16, 1536
+LAYERS, WIDTH = 16, 1024
+PARAMETERS = LAYERS * WIDTH * (WIDTH + 1)
 REKEYED = 10_000
-SIDES = ("torch", "farstep")
-TIMEOUT = timedelta(seconds=60)
 Act = Callable[[], Any]
-_libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
-class Case:
-    """`make(side)` gives what is timed; its targets are times faster than torch, by the number of ranks."""
+class Subject:
+    """`make(way)` gives what is timed. The targets are times faster than torch, by the number of ranks."""
 
     key: str
     title: str
     make: Callable[[str], Act]
     targets: dict[int, float]
-    ranks: tuple[int, ...] = (2, 4)
+
+    @property
+    def case(self) -> Case:
+        @contextmanager
+        def case(ways: Sequence[str]) -> Iterator[Acts]:
+            warnings.simplefilter("ignore")
+            yield {way: self.make(way) for way in ways}
+
+        return case
 
 
 def stack() -> nn.Module:
@@ -191,164 +180,17 @@ def rekeyed(side: str) -> Act:
     return both_ways
 
 
-_MODEL = f"{LAYERS * WIDTH * (WIDTH + 1) / 1e6:.1f} million parameters"
-CASES = [
-    Case("full-fsdp2", "full state to rank 0, `fully_shard`", full_of_fsdp2, {2: 5.0, 4: 8.0}),
-    Case("full-fsdp1", "full state to rank 0, FSDP1", full_of_fsdp1, {2: 5.0, 4: 8.0}),
-    Case("load", "sharded load from full, `fully_shard`", loaded(fsdp2, False), {2: 2.0, 4: 2.0}),
-    Case("scatter", "load from rank 0 alone, `fully_shard`", loaded(fsdp2, True), {2: 2.0, 4: 2.0}),
-    Case("scatter-fsdp1", "scatter from rank 0, FSDP1", scattered, {2: 2.0, 4: 2.0}),
-    Case("rekey", f"names for numbers and back, {REKEYED:,} parameters", rekeyed, {1: 2.0}, ranks=(1,)),
+SUBJECTS = [
+    Subject("full-fsdp2", "full state to rank 0, `fully_shard`", full_of_fsdp2, {2: 5.0, 4: 8.0}),
+    Subject("full-fsdp1", "full state to rank 0, FSDP1", full_of_fsdp1, {2: 5.0, 4: 8.0}),
+    Subject(
+        "load-fsdp2",
+        "load from a full state on all ranks, `fully_shard`",
+        loaded(fsdp2, False),
+        {2: 2.0, 4: 2.0},
+    ),
+    Subject("scatter-fsdp2", "load from rank 0 alone, `fully_shard`", loaded(fsdp2, True), {2: 2.0, 4: 2.0}),
+    Subject("scatter-fsdp1", "scatter from rank 0, FSDP1", scattered, {2: 2.0, 4: 2.0}),
+    Subject("rekey", f"names for numbers and back, {REKEYED:,} parameters", rekeyed, {1: 2.0}),
 ]
-BY_KEY = {case.key: case for case in CASES}
-
-
-# -- a rank -----------------------------------------------------------------------------------------------
-
-
-def serve(pipe: Connection, log: str, store: str, rank: int, ranks: int) -> None:
-    quiet(log)
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-
-    def enter() -> dict[tuple[str, str], Act]:
-        dist.init_process_group(
-            "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=TIMEOUT
-        )
-        return {}
-
-    def answer(acts: dict[tuple[str, str], Act], command: tuple[Any, ...]) -> Any:
-        verb, key, side, fresh = command
-        if verb == "make":
-            acts.clear()
-            gc.collect()
-            for each in SIDES:
-                acts[key, each] = BY_KEY[key].make(each)
-            return None
-        return measured(acts[key, side], fresh)
-
-    obey(pipe, enter, answer, lambda _: dist.destroy_process_group())
-
-
-def measured(act: Act, fresh: bool) -> tuple[float, int]:
-    """Seconds until all are done, and the most bytes that this process had beyond what it had before.
-
-    These are right if `fresh`: then memory that was let go is given back first. The time is that of a process that goes on.
-    """
-    gc.collect()
-    if fresh:
-        _libc.malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is that from now on
-    before = _status("VmRSS")
-    dist.barrier()
-    begun = time.perf_counter()
-    kept = act()
-    dist.barrier()
-    seconds = time.perf_counter() - begun
-    peak = _status("VmHWM") - before
-    del kept
-    return seconds, peak
-
-
-def _status(field_name: str) -> int:
-    found = re.search(rf"{field_name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) << 10
-
-
-# -- the run ----------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Figures:
-    """Seconds by round, extra bytes on rank 0, and the most on any other."""
-
-    seconds: list[float] = field(default_factory=list)
-    first_bytes: int = 0
-    other_bytes: int = 0
-
-
-def run(
-    cases: list[Case], ranks: int, rounds: int, shuffler: random.Random, scratch: Path
-) -> list[list[str]]:
-    jobs = [
-        (serve, (str(scratch / f"{ranks}-{rank}.log"), str(scratch / f"store{ranks}"), rank, ranks))
-        for rank in range(ranks)
-    ]
-    group = Group(fork_server(), jobs)
-    every = range(ranks)
-    try:
-        lines = []
-        for case in cases:
-            group.ask_all(every, [("make", case.key, "", False)] * ranks)
-            figures = {side: Figures() for side in SIDES}
-            for number in range(rounds + 1):  # the first is for memory, and to warm up
-                for side in shuffler.sample(SIDES, len(SIDES)):
-                    found = group.ask_all(every, [("run", case.key, side, not number)] * ranks)
-                    if number:
-                        figures[side].seconds.append(max(seconds for seconds, _ in found))
-                    else:
-                        figures[side].first_bytes = found[0][1]
-                        figures[side].other_bytes = max([n for _, n in found[1:]], default=0)
-            lines.append(_line(case, ranks, figures))
-            print(" | ".join(lines[-1]), file=sys.stderr, flush=True)
-        return lines
-    finally:
-        group.close()
-
-
-def _line(case: Case, ranks: int, figures: dict[str, Figures]) -> list[str]:
-    base, subject = (figures[side] for side in SIDES)
-    times = [b / s for b, s in zip(base.seconds, subject.seconds, strict=True)]
-    median, target = statistics.median(times), case.targets[ranks]
-    return [
-        case.title,
-        str(ranks),
-        *(duration(statistics.median(each.seconds)) for each in (base, subject)),
-        f"**{median:.1f}**",
-        f"{min(times):.1f} to {max(times):.1f}",
-        f"{target:g}",
-        "met" if median >= target else "MISS",
-        *(f"{each.first_bytes / 1e6:.0f} + {each.other_bytes / 1e6:.0f} MB" for each in (base, subject)),
-    ]
-
-
-HEAD = [
-    "",
-    "ranks",
-    *SIDES,
-    "times faster",
-    "min to max",
-    "target",
-    "",
-    *(f"extra memory, {s}" for s in SIDES),
-]
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.optim_state", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="+", choices=sorted(BY_KEY), metavar="CASE")
-    args = parser.parse_args()
-    cases = [case for case in CASES if not args.only or case.key in args.only]
-    shuffler = random.Random(args.seed)
-    scratch = Path(tempfile.mkdtemp(prefix="bench-"))
-    begun = time.monotonic()
-    lines = []
-    try:
-        for ranks in (1, 2, 4):
-            here = [case for case in cases if ranks in case.ranks]
-            if here:
-                lines += run(here, ranks, args.rounds, shuffler, scratch)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    print(
-        f"\nAdamW, {_MODEL}, {args.rounds} rounds, {time.monotonic() - begun:.0f} s. Memory: rank 0 + the most of any other.\n"
-    )
-    print(ruled([HEAD, ["---", *["---:"] * 6, "---", "---:", "---:"], *lines]))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+CASES: dict[str, Case] = {subject.key: subject.case for subject in SUBJECTS}

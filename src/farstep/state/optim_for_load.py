@@ -88,7 +88,7 @@ def _load_alone(model: nn.Module, stand_in: Optimizer, state: Any, group: Group)
     given = given_alone(state, Translation(roster), group)
     loading = Loading(roster, given, group)
     loading.prepare(strict=True)
-    respread(loading.sources, loading.targets, group, check=False)
+    respread(loading.sources, loading.targets, group, check=False, same_host=False)
     loading.finish()
     loading.commit()
 
