@@ -17,6 +17,7 @@ from farstep.state.optim_profile import Profile
 from farstep.state.optim_roster import Optimizers, Roster, roster_of
 from farstep.state.optim_schema import Owned, Schema, schema_of
 from farstep.state.optim_seats import Seat
+from farstep.state.room import Room, aligned
 from farstep.state.shards import Shards
 
 __all__ = ["plain_of", "read"]
@@ -60,10 +61,17 @@ class _Reading:
         sources: dict[str, Shards] = {}
         targets: dict[str, Shards] = {}
 
-        def whole(text: str, source: Shards, device: torch.device | None) -> Tensor | None:
+        room = Room(self._shaped_bytes() if receives else 0)
+
+        def whole(
+            text: str, source: Shards, device: torch.device | None, shaped: bool = False
+        ) -> Tensor | None:
             spread = Spread.whole(source.shape, source.dtype, ranks)
             sources[text] = source
-            targets[text] = Shards.empty(spread, self._rank, device)
+            if receives and shaped and device is not None:
+                targets[text] = Shards(spread, [room.take(source.shape, source.dtype, device)])
+            else:
+                targets[text] = Shards.empty(spread, self._rank, device)
             return targets[text].tensors[0] if receives else None
 
         with self._profile.phase("plan"):
@@ -79,7 +87,8 @@ class _Reading:
                     }
                     mine[key] = RankOwned(seat.spread, {r: t for r, t in parts.items() if t is not None})
                 else:
-                    mine[key] = whole(label(seat.name, key), self._shards(seat, key, entry), device)
+                    source = self._shards(seat, key, entry)
+                    mine[key] = whole(label(seat.name, key), source, device, isinstance(entry, Shaped))
         move(sources, targets, None, self._options, self._profile, "gathering the optimizer's state")
         return state if receives else None
 
@@ -104,6 +113,13 @@ class _Reading:
         for name, entries in self._schema.state.items():
             for key, entry in entries.items():
                 yield self._roster.seats[name], key, entry
+
+    def _shaped_bytes(self) -> int:
+        return sum(
+            aligned(seat.spread.numel * entry.dtype.itemsize)
+            for seat, _, entry in self._entries()
+            if isinstance(entry, Shaped)
+        )
 
     def _values(self, seat: Seat, key: str) -> list[Tensor]:
         """One for each of the seat's keys; none where this rank has no state of it."""

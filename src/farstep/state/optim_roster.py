@@ -232,8 +232,12 @@ def _of_tensor(name: str, parameter: Tensor, shards: Shards) -> Seat:
 
 def _of_dtensor(name: str, parameter: Tensor, group: Group) -> Seat:
     """A DTensor, whose state is DTensors."""
+    own = shards_of(parameter, group, name=name)
+    placed = _placing(parameter)
 
     def views(values: Sequence[Tensor]) -> list[Tensor]:
+        if len(own.tensors) < 2 and all(_placing(value) == placed for value in values):
+            return [local for value in values for local in local_tensors(value)[: len(own.tensors)]]
         return [view for value in values for view in shards_of(value, group, name=name).tensors]
 
     def fresh(_: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -244,7 +248,7 @@ def _of_dtensor(name: str, parameter: Tensor, group: Group) -> Seat:
     return Seat(
         name,
         [parameter],
-        shards_of(parameter, group, name=name).spread,
+        own.spread,
         [parameter.shape],
         views,
         requires_grad=parameter.requires_grad,
@@ -252,3 +256,8 @@ def _of_dtensor(name: str, parameter: Tensor, group: Group) -> Seat:
         form=lambda values: values[0].detach(),
         fresh=fresh,
     )
+
+
+def _placing(value: Any) -> tuple[Any, ...]:
+    """DTensors that are alike in this have the same boxes."""
+    return value.device_mesh, value.placements, value.shape, value.to_local().shape
