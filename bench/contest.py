@@ -20,11 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench import sharded
+from bench import optim_state, sharded
 from bench.group import Group, GroupFailed
 from bench.worker import obey, quiet
 
 Say = Callable[[str], None]
+CASES = {**sharded.CASES, **optim_state.CASES}
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Match:
 class Contest:
     key: str
     case: str
-    """A key of `sharded.CASES`."""
+    """A key of `CASES`."""
     world_size: int
     matches: Sequence[Match]
     most_rounds: int = 7
@@ -165,7 +166,7 @@ def _answer(stack: ExitStack, acts: dict[str, Callable[[], object]], command: tu
     verb, *rest = command
     if verb == "prepare":
         case, ways = rest
-        acts.update(stack.enter_context(sharded.CASES[case](ways)))
+        acts.update(stack.enter_context(CASES[case](ways)))
         return None
     if verb == "round":
         return {way: _timed(acts[way]) for way in rest[0]}

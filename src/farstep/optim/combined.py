@@ -59,6 +59,10 @@ class CombinedOptimizer(KeyedOptimizer):
             "which of the optimizers is the group for? Add it to that one: optimizers[i][1].add_param_group(...)"
         )
 
+    def optim_parts(self) -> list[KeyedOptimizer]:
+        """For farstep.state: whose state it is."""
+        return [part for _, part in self._parts]
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         for _, part in self._parts:
             part.zero_grad(set_to_none)

@@ -20,9 +20,11 @@ from farstep.optim.elementwise import ELEMENTWISE, NOT_ELEMENTWISE
 from farstep.optim.members import Member, Part, kind_of, member_of
 from farstep.optim.named_groups import NamedGroup, parse_named_group, parse_named_groups
 from farstep.optim.sharded_clip import coefficient_of, total_norm
+from farstep.optim.sharded_seats import check_group, seat_of
 from farstep.optim.state_dicts import name_of_class
 from farstep.optim.zero import Zero
 from farstep.state.neighbours import Neighbours
+from farstep.state.optim_seats import Seat
 
 __all__ = ["ShardedOptimizer"]
 
@@ -372,6 +374,17 @@ class ShardedOptimizer(Optimizer):
             state_dict = adapters.run_load_state_dict_pre_hooks(self, dict(state_dict))
         sharded_state.load(self, state_dict, strict, broadcast_from_rank0)
         adapters.run_load_state_dict_post_hooks(self)
+
+    def optim_seats(self, group: dist.ProcessGroup | None) -> dict[int, Seat]:
+        """For farstep.state: id of each parameter -> how its state is spread."""
+        check_group(self.process_group, group)
+        return {id(m.parameter): seat_of(m) for members in self._members for m in members}
+
+    def optim_stepper(self) -> Optimizer:
+        return self._inner
+
+    def optim_state_loaded(self) -> None:
+        self._settle()
 
     def __repr__(self) -> str:
         return f"ShardedOptimizer of {self._inner!r}"

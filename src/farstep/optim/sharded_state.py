@@ -22,9 +22,9 @@ from farstep.optim.elementwise import ELEMENTWISE
 from farstep.optim.fitting import twin_of
 from farstep.optim.groups import copied
 from farstep.optim.members import Member, kind_of
-from farstep.optim.room import Room, aligned
 from farstep.optim.state_dicts import build, plan_load
 from farstep.state import Box, Layout, Shards, Spread, exchange, local_tensors, plan, respread, shards_of
+from farstep.state.room import Room, aligned
 
 if TYPE_CHECKING:
     from farstep.optim.sharded import ShardedOptimizer

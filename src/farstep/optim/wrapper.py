@@ -99,5 +99,9 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
 
         return [commit]
 
+    def optim_parts(self) -> list[Optimizer]:
+        """For farstep.state: whose state it is."""
+        return [self._optimizer]
+
     def __repr__(self) -> str:
         return f"{type(self).__name__} over {self._optimizer!r}"

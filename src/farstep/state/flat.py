@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Self
@@ -24,7 +24,8 @@ class FlatLayout:
     """The tensor `names[i]`, of shape `shapes[i]`, begins at element `starts[i]` of the flat tensor; between two there may be a gap.
 
     The flat tensor is cut into `shard_count` shards of `shard_numel` elements, the last of them filled up. `orders[i]` lists the tensor's
-    dimensions from the slowest in memory to the fastest, where that is not their own order.
+    dimensions from the slowest in memory to the fastest, where that is not their own order. `aliases` are other names of tensors that have
+    several, and the one by which each is listed. Tensors that are `frozen` are there like all others, and no optimizer has state for them.
     """
 
     names: tuple[str, ...]
@@ -33,9 +34,19 @@ class FlatLayout:
     shard_numel: int
     shard_count: int
     orders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    frozen: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, shapes: Mapping[str, Sequence[int]], shard_count: int, *, aligned_numel: int = 1) -> Self:
+    def of(
+        cls,
+        shapes: Mapping[str, Sequence[int]],
+        shard_count: int,
+        *,
+        aligned_numel: int = 1,
+        aliases: Mapping[str, str] | None = None,
+        frozen: Iterable[str] = (),
+    ) -> Self:
         """One after the other, each beginning at a multiple of `aligned_numel`."""
         starts, end = [], 0
         for shape in shapes.values():
@@ -47,7 +58,17 @@ class FlatLayout:
             tuple(starts),
             -(-end // shard_count),
             shard_count,
+            aliases=dict(aliases or {}),
+            frozen=frozenset(frozen),
         )
+
+    def __post_init__(self) -> None:
+        for what, names in (("aliases", self.aliases.values()), ("frozen", self.frozen)):
+            for name in names:
+                if name not in self._index:
+                    raise LayoutError(
+                        f"{what} has {name!r}, which is no tensor of this layout: it has {', '.join(self.names)}"
+                    )
 
     @cached_property
     def numels(self) -> tuple[int, ...]:
@@ -57,12 +78,21 @@ class FlatLayout:
     def _index(self) -> dict[str, int]:
         return {name: i for i, name in enumerate(self.names)}
 
+    @cached_property
+    def padding(self) -> tuple[tuple[int, int], ...]:
+        """The stretches of the flat tensor in which no tensor lies: where each begins, and how many elements it has."""
+        ends = itertools.accumulate(
+            (start + numel for start, numel in zip(self.starts, self.numels, strict=True)), max, initial=0
+        )
+        gaps = zip(ends, [*self.starts, self.shard_numel * self.shard_count], strict=True)
+        return tuple((end, start - end) for end, start in gaps if start > end)
+
     def shape(self, name: str) -> tuple[int, ...]:
         return self.shapes[self._number(name)]
 
     def order(self, name: str) -> tuple[int, ...]:
         """Its dimensions from the slowest in memory to the fastest."""
-        return self.orders.get(name) or tuple(range(len(self.shape(name))))
+        return self.orders.get(self.aliases.get(name, name)) or tuple(range(len(self.shape(name))))
 
     def range(self, name: str, shard: int) -> tuple[int, int]:
         """The elements of a tensor that lie in a shard, counted from its own beginning; (0, 0) where there are none."""
@@ -128,7 +158,7 @@ class FlatLayout:
 
     def _number(self, name: str) -> int:
         try:
-            return self._index[name]
+            return self._index[self.aliases.get(name, name)]
         except KeyError:
             raise KeyError(
                 f"there is no {name!r} in this flat tensor; it has {', '.join(self.names)}"

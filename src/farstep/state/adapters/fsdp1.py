@@ -7,12 +7,14 @@ like the shard: gradients, and the state of an optimizer.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -21,6 +23,7 @@ from farstep.errors import LayoutError
 from farstep.state.adapters.names import clean_name
 from farstep.state.adapters.ranks import Group, own_rank, ranks_within
 from farstep.state.flat import FlatLayout
+from farstep.state.optim_seats import Seat
 from farstep.state.shards import Shards
 
 __all__ = ["FlatParameter", "flat_parameters"]
@@ -87,6 +90,47 @@ class FlatParameter:
             self.layout.piece_views(name, flat, self.shard),
         )
 
+    def seats(self) -> list[Seat]:
+        """Every original parameter, as an optimizer has it that steps the flat parameter."""
+        return [
+            Seat(
+                name,
+                [self.parameter],
+                self.layout.spread(name, self.parameter.dtype, self.holders),
+                [self.local_shard.shape],
+                functools.partial(self._views, name),
+                requires_grad=self.parameter.requires_grad,
+                is_flat=True,
+            )
+            for name in self.layout.names
+        ]
+
+    def seat(self, name: str) -> Seat:
+        """One original parameter, as an optimizer has it that steps the original ones."""
+        original = self.originals[name]
+        first, last = self.layout.range(name, self.shard)
+        # With NO_SHARD it keeps its shape; else the optimizer sees the elements that are here, end to end.
+        shape = tuple(original.shape) if self.layout.shard_count == 1 else (last - first,)
+        return Seat(
+            name,
+            [original],
+            self.layout.spread(name, original.dtype, self.holders),
+            [shape],
+            functools.partial(self._piece_views, name),
+            requires_grad=original.requires_grad,
+            fresh=lambda _, dtype, device: (
+                torch.empty(shape, dtype=dtype, device=device)
+                if self.layout.shard_count > 1
+                else torch.empty_like(original, dtype=dtype, device=device, requires_grad=False)
+            ),
+        )
+
+    def _views(self, name: str, values: Sequence[Tensor]) -> list[Tensor]:
+        return [view for value in values for view in self.layout.views(name, value.detach(), self.shard)]
+
+    def _piece_views(self, name: str, values: Sequence[Tensor]) -> list[Tensor]:
+        return [view for value in values for view in self.view(name, value).tensors]
+
     def __repr__(self) -> str:
         return (
             f"FlatParameter({', '.join(self.layout.names)}; shard {self.shard} of {self.layout.shard_count})"
@@ -133,6 +177,7 @@ def _flat_parameter(
     own_rank(group)  # raises on a rank that is not in the group
     ends = list(itertools.accumulate(flat._numels_with_padding, initial=0))
     total = ends.pop()
+    originals = dict(zip(names, flat._params, strict=True)) if flat._params is not None else {}
     layout = FlatLayout(
         tuple(names),
         tuple(tuple(shape) for shape in flat._shapes),
@@ -146,8 +191,11 @@ def _flat_parameter(
             )
             if not contiguous
         },
+        aliases,
+        frozenset(name for name, each in originals.items() if not each.requires_grad)
+        if originals
+        else frozenset(() if flat.requires_grad else names),
     )
-    originals = dict(zip(names, flat._params, strict=True)) if flat._params is not None else {}
     return FlatParameter(
         flat, layout, handle.rank if handle.uses_sharded_strategy else 0, holders, aliases, originals
     )

@@ -15,7 +15,7 @@ from farstep.state.adapters.ranks import Group
 from farstep.state.adapters.values import shards_of
 from farstep.state.shards import Shards
 
-__all__ = ["named_shards"]
+__all__ = ["named_shards", "named_tensors", "reshard"]
 
 
 def named_shards(
@@ -27,7 +27,7 @@ def named_shards(
     checkpointing. Plain tensors count as replicated: over DDP's group within DDP, elsewhere over all of `group`. A tied parameter
     appears once, under its first name, unless `remove_duplicate` is False.
     """
-    _reshard(module)
+    reshard(module)
     found: dict[str, Shards] = {}
     flat: set[int] = set()
     if "torch.distributed.fsdp" in sys.modules:
@@ -40,7 +40,7 @@ def named_shards(
             if not remove_duplicate:
                 found |= {alias: views[name] for alias, name in each.aliases.items()}
     replicas = ddp.replicas(module, group)
-    for raw, tensor in _named_tensors(module, buffers, remove_duplicate):
+    for raw, tensor in named_tensors(module, buffers, remove_duplicate):
         name = clean_name(module, raw)
         if id(tensor) in flat or name in found:
             continue
@@ -64,7 +64,7 @@ def _in_model_order(module: nn.Module, found: dict[str, Shards]) -> dict[str, Sh
     return dict(sorted(found.items(), key=lambda item: place[item[0].rpartition(".")[0]]))
 
 
-def _named_tensors(module: nn.Module, buffers: bool, remove_duplicate: bool) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(module: nn.Module, buffers: bool, remove_duplicate: bool) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters(remove_duplicate=remove_duplicate)
     # ShardedTensor is no Parameter: torch's older sharding puts it where the parameter was, as a plain attribute.
     if "torch.distributed._shard.sharded_tensor" in sys.modules:
@@ -78,7 +78,7 @@ def _named_tensors(module: nn.Module, buffers: bool, remove_duplicate: bool) -> 
         yield from module.named_buffers(remove_duplicate=remove_duplicate)
 
 
-def _reshard(module: nn.Module) -> None:
+def reshard(module: nn.Module) -> None:
     """After a forward without backward, FSDP2 still shows the whole parameters of some modules in place of its own."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     kind = getattr(fsdp, "FSDPModule", None)

@@ -13,6 +13,8 @@ _WRAPPED = {"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"}
 
 def clean_name(root: nn.Module, name: str) -> str:
     """`name` as the bare model has it. DistributedDataParallel's `module` goes only where it is that of a wrapper."""
+    if "module" not in name and "_orig_mod" not in name:
+        return name
     kept = []
     at: object = root
     for part in name.split("."):

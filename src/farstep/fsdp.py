@@ -1,0 +1,200 @@
+"""Optimizer state of FSDP models, with the names and arguments that torch gives its own functions for it.
+
+They work alike on FullyShardedDataParallel, on `fully_shard`, on DDP and on plain models, and warn of nothing. What makes a state by names of one that
+is sharded is `farstep.state.optim_state_dict`; what loads it is `load_optim_state_dict`, in one go. The functions here that end in a dict for
+`optim.load_state_dict` are for programs that are written that way.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import OptimStateKeyType
+from torch.optim import Optimizer
+
+from farstep.errors import StateMismatch
+from farstep.state.adapters.groups import own_group
+from farstep.state.adapters.ranks import Group
+from farstep.state.optim_for_load import for_load
+from farstep.state.optim_state import load_optim_state_dict, optim_state_dict
+from farstep.state.rekey import OptimInput, parameter_groups, to_names, to_numbers
+
+__all__ = [
+    "OptimStateKeyType",
+    "flatten_sharded_optim_state_dict",
+    "full_optim_state_dict",
+    "load_optim_state_dict",
+    "optim_state_dict",
+    "optim_state_dict_to_load",
+    "rekey_optim_state_dict",
+    "scatter_full_optim_state_dict",
+    "shard_full_optim_state_dict",
+    "sharded_optim_state_dict",
+]
+
+State = dict[str, Any]
+
+
+def full_optim_state_dict(
+    model: nn.Module,
+    optim: Optimizer,
+    optim_input: OptimInput = None,
+    rank0_only: bool = True,
+    group: Group = None,
+) -> State:
+    """The whole state by parameter name, in main memory: on rank 0, and an empty dict on the others, unless `rank0_only` is False.
+
+    All ranks call it. `optim_input` is for programs that still give it; the optimizer knows its groups.
+    """
+    return optim_state_dict(model, optim, full=True, rank0_only=rank0_only, cpu_offload=True, group=group)
+
+
+def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: Group = None) -> State:
+    """This rank's part of the state by parameter name: a DTensor where the parameter is one, else `Shards`. All ranks call it."""
+    return optim_state_dict(model, optim, cpu_offload=True, group=group)
+
+
+def shard_full_optim_state_dict(
+    full_optim_state_dict: State,
+    model: nn.Module,
+    optim_input: OptimInput = None,
+    optim: Optimizer | None = None,
+) -> State:
+    """This rank's part of a whole state that it has, as `optim.load_state_dict` takes it. Nothing is communicated."""
+    groups = _groups(model, optim_input, optim)
+    return for_load(model, groups, optim, full_optim_state_dict, alone=True)
+
+
+def scatter_full_optim_state_dict(
+    full_optim_state_dict: State | None,
+    model: nn.Module,
+    optim_input: OptimInput = None,
+    optim: Optimizer | None = None,
+    group: Group = None,
+) -> State:
+    """The same from a whole state that only rank 0 has; what the others give does not count. No other rank ever holds more than its part.
+
+    All ranks call it.
+    """
+    groups = _groups(model, optim_input, optim)
+    return for_load(model, groups, optim, full_optim_state_dict, from_rank0=True, group=group)
+
+
+def flatten_sharded_optim_state_dict(
+    sharded_optim_state_dict: State, model: nn.Module, optim: Optimizer
+) -> State:
+    """The same from what `sharded_optim_state_dict` gave on each rank, of this model or one that was sharded otherwise. All ranks call it."""
+    groups = _groups(model, None, optim)
+    return for_load(model, groups, optim, sharded_optim_state_dict, group=own_group(model))
+
+
+def optim_state_dict_to_load(
+    model: nn.Module,
+    optim: Optimizer,
+    optim_state_dict: State,
+    is_named_optimizer: bool = False,
+    load_directly: bool = False,
+    group: Group = None,
+) -> State:
+    """A state by parameter name, whole or sharded, as `optim.load_state_dict` takes it; and loaded into it if `load_directly`. All ranks call it.
+
+    If `is_named_optimizer`, the keys are the names that the optimizer has for its parameters; else numbers. Only rank 0 needs to give a state where
+    FSDP.set_state_dict_type said `rank0_only` for the optimizer.
+    """
+    groups = _groups(model, None, optim)
+    found = for_load(
+        model,
+        groups,
+        optim,
+        optim_state_dict,
+        from_rank0=_is_rank0_only(model),
+        with_empty=is_named_optimizer,
+        group=group,
+    )
+    if is_named_optimizer:
+        found = _by_names_of(optim, found)
+    if load_directly:
+        optim.load_state_dict(found)
+    return found
+
+
+def rekey_optim_state_dict(
+    optim_state_dict: State,
+    optim_state_key_type: OptimStateKeyType,
+    model: nn.Module,
+    optim_input: OptimInput = None,
+    optim: Optimizer | None = None,
+) -> State:
+    """A state dict by names (`PARAM_NAME`) or by numbers (`PARAM_ID`), from the other of the two. The same object if it is so already.
+
+    `optim`, or `optim_input`, says which parameter has which number; without them all of `model.parameters()` have, in their order. With one of
+    them, groups by number are those of the optimizer, whatever the order in which they were saved.
+    Nothing is communicated, and the tensors are those that were given.
+    """
+    wanted = {OptimStateKeyType.PARAM_NAME: str, OptimStateKeyType.PARAM_ID: int}.get(optim_state_key_type)
+    if wanted is None:
+        raise ValueError(
+            f"optim_state_key_type is OptimStateKeyType.PARAM_NAME or PARAM_ID, not {optim_state_key_type!r}"
+        )
+    if "state" not in optim_state_dict:
+        raise StateMismatch(
+            'an optimizer\'s state dict has "state" and "param_groups", and this has no "state"'
+        )
+    keys = [*optim_state_dict["state"]]
+    keys += [key for group in optim_state_dict.get("param_groups", ()) for key in group["params"]]
+    kinds = {type(key) for key in keys}
+    if not kinds <= {str} and not kinds <= {int}:
+        odd = [next(key for key in keys if type(key) is kind) for kind in kinds]
+        raise StateMismatch(
+            f"parameters have names or numbers in a state dict, and this has both: {', '.join(map(repr, odd))}"
+        )
+    if kinds <= {wanted}:
+        return optim_state_dict
+    groups = parameter_groups(model, optim_input, optim)
+    if wanted is str:
+        return to_names(optim_state_dict, model, groups)
+    return to_numbers(optim_state_dict, model, groups, regroup=optim is not None or optim_input is not None)
+
+
+def _groups(model: nn.Module, optim_input: OptimInput, optim: Optimizer | None) -> list[dict[str, Any]]:
+    """As the optimizer has them that is to load: their parameters, and the options that a state may leave out."""
+    if optim is not None:
+        return [{**group, "params": list(group["params"])} for group in optim.param_groups]
+    given: list[Any] | None = None if optim_input is None else list(optim_input)
+    groups = parameter_groups(model, given, None)
+    if given is None or not isinstance(given[0], Mapping):
+        return [{"params": each} for each in groups]
+    return [{**options, "params": each} for options, each in zip(given, groups, strict=True)]
+
+
+def _is_rank0_only(model: nn.Module) -> bool:
+    """What FSDP.set_state_dict_type said. Models without FSDP1 have nowhere to say so."""
+    fsdp = sys.modules["torch.distributed.fsdp"].FullyShardedDataParallel
+    if not any(isinstance(each, fsdp) for each in model.modules()):
+        return False
+    config = fsdp.get_state_dict_type(model).optim_state_dict_config
+    return bool(getattr(config, "rank0_only", False))
+
+
+def _by_names_of(optim: Optimizer, state: State) -> State:
+    """By the names that a named or keyed optimizer has, with groups if it saves any."""
+    named = getattr(optim, "params", None) or getattr(optim, "named_parameters", None)
+    if not isinstance(named, Mapping):
+        raise TypeError(
+            f"is_named_optimizer is for optimizers that have names for their parameters, as NamedOptimizer and KeyedOptimizer have in `params`, and "
+            f"{type(optim).__name__} has none"
+        )
+    names: dict[int, str] = {}
+    for name, parameter in named.items():
+        names.setdefault(id(parameter), name)
+    order = [names[id(parameter)] for group in optim.param_groups for parameter in group["params"]]
+    found: State = {"state": {order[number]: each for number, each in state["state"].items()}}
+    if getattr(optim, "saves_param_groups", True):
+        found["param_groups"] = [
+            {**group, "params": [order[number] for number in group["params"]]}
+            for group in state["param_groups"]
+        ]
+    return found

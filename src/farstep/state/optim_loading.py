@@ -1,0 +1,394 @@
+"""A state, however it was spread when it was saved, put into an optimizer as that has its parameters now; or nothing is changed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from farstep.errors import StateMismatch
+from farstep.state.adapters import like
+from farstep.state.adapters.ranks import Group, own_rank, size_of
+from farstep.state.council import agree
+from farstep.state.layout import Spread
+from farstep.state.optim_entries import Number, copied, label, union
+from farstep.state.optim_given import Entry, Given, Owned, Whole, cleaned, given_to
+from farstep.state.optim_moving import Options, move
+from farstep.state.optim_options import check_names, is_torchs, options_for, stepper_of
+from farstep.state.optim_profile import Profile
+from farstep.state.optim_roster import Optimizers, Roster, Seated, SeatGroup, roster_of
+from farstep.state.optim_seats import Seat, retyped
+from farstep.state.shards import Shards
+
+__all__ = ["Loading", "Translation", "load"]
+
+NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
+"""What torch's own classes keep as a tensor of one number; all else of theirs has the parameter's shape."""
+
+
+def load(
+    model: nn.Module,
+    optim: Optimizers,
+    state: Any,
+    *,
+    strict: bool,
+    broadcast_from_rank0: bool,
+    options: Options,
+) -> None:
+    profile = Profile(options.profile)
+    doing = "loading the optimizer's state"
+    error: Exception | None = None
+    roster = Roster([], {}, set())
+    with profile.phase("plan"):
+        try:
+            roster = roster_of(model, optim, options.group)
+        except Exception as exc:
+            error = exc
+        given = given_to(state, Translation(roster), broadcast_from_rank0, error, options.group, doing)
+        loading = Loading(roster, given, options.group)
+        try:
+            loading.prepare(strict)
+        except Exception as exc:
+            error = exc
+    move(loading.sources, loading.targets, error, options, profile, doing)
+    with profile.phase("copy"):
+        try:
+            loading.finish()
+        except Exception as exc:
+            error = exc
+        agree(error, options.group, doing)
+        loading.commit()
+
+
+class Translation:
+    """A saved name -> the parameter's own here."""
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+
+    def __call__(self, name: str) -> str:
+        if name not in self._roster.known:
+            name = cleaned(name, self._roster.known.__contains__)
+        return self._roster.aliases.get(name, name)
+
+
+@dataclass
+class _Slot:
+    """A key of the optimizer's state, and the parameters that lie in it: several in a flat parameter, else one."""
+
+    key: Tensor
+    group: SeatGroup
+    members: list[tuple[Seat, int]]
+    """Each with the number that the key has among the seat's."""
+    is_kept: bool = False
+    state: dict[str, Any] = field(default_factory=dict)
+    """What it gets."""
+
+    @property
+    def old(self) -> Mapping[str, Any]:
+        return self.group.optimizer.state.get(self.key) or {}
+
+    @property
+    def names(self) -> str:
+        return ", ".join(repr(seat.name) for seat, _ in self.members)
+
+
+class Loading:
+    def __init__(self, roster: Roster, given: Given, group: Group) -> None:
+        self._roster, self._given = roster, given
+        self._rank, self._ranks = own_rank(group), size_of(group)
+        self._slots = list(_slots(roster))
+        self._options: list[dict[str, Any]] = []
+        self._casts: list[tuple[_Slot, str, torch.dtype]] = []
+        self.sources: dict[str, Shards] = {}
+        self.targets: dict[str, Shards] = {}
+        self._ready: list[tuple[Optimizer, dict[Tensor, Any], list[dict[str, Any]]]] = []
+
+    # -- before anything moves ----------------------------------------------------------------------------
+
+    def prepare(self, strict: bool) -> None:
+        saved = self._given.groups
+        home = {name: n for n, group in enumerate(saved or ()) for name in group["params"]}
+        names = union([home, self._given.state])
+        with_state = {name for name, state in self._given.state.items() if state}
+        if strict:
+            check_names(self._roster, names, with_state)
+        self._options = [
+            options_for(number, group, saved or (), home, strict)
+            for number, group in enumerate(self._roster.groups)
+        ]
+        present = set(names)
+        for slot in self._slots:
+            if all(seat.name not in present for seat, _ in slot.members):
+                slot.is_kept = True
+            else:
+                self._fill(slot, strict)
+        for seat in self._roster.seats.values():
+            if not seat.keys:
+                for key, entry in self._given.state.get(seat.name, {}).items():
+                    self._let_pass(seat, key, entry)
+
+    def _let_pass(self, seat: Seat, key: str, entry: Entry) -> None:
+        """This rank has nothing of a parameter. It may have been given some of its state, which others want."""
+        if isinstance(entry, Owned):
+            for rank, source in entry.tensors.items():
+                self._send(label(seat.name, key, rank), source, Shards(_returned(source, rank), []))
+        elif isinstance(entry, Whole):
+            source = entry.spread
+            if source.shape == seat.shape:
+                target = Shards(retyped(seat.spread, source.dtype), [])
+            else:
+                target = self._everywhere(source, None)
+            self._send(label(seat.name, key), source, target)
+
+    def _fill(self, slot: _Slot, strict: bool) -> None:
+        states = [self._given.state.get(seat.name) or {} for seat, _ in slot.members]
+        keys = union(states)
+        if not keys:
+            return
+        without = [seat.name for (seat, _), state in zip(slot.members, states, strict=True) if not state]
+        if without and strict:
+            raise StateMismatch(
+                f"{', '.join(map(repr, without))} has no state in what was given, and lies in one flat parameter with others that have; nothing "
+                f"has been loaded. Wrap the model with use_orig_params=True; or strict=False keeps what is there of it, else zeros"
+            )
+        for key in keys:
+            entries = [state.get(key) for state in states]
+            for (seat, _), state, entry in zip(slot.members, states, entries, strict=True):
+                if state and entry is None:
+                    raise StateMismatch(
+                        f"parameter {seat.name!r} has no state {key!r}, and others in its flat parameter have; nothing has been loaded"
+                    )
+            slot.state[key] = self._value(slot, key, entries)
+
+    def _value(self, slot: _Slot, key: str, entries: Sequence[Entry | None]) -> Any:
+        known = [entry for entry in entries if entry is not None]
+        kinds = {
+            self._kind(seat, e) for (seat, _), e in zip(slot.members, entries, strict=True) if e is not None
+        }
+        first = known[0]
+        if len(kinds) > 1:
+            raise StateMismatch(
+                f"the state {key!r} of {slot.names}, which lie in one flat parameter, is a number or of another shape for some only; nothing has "
+                f"been loaded"
+            )
+        if kinds == {"shaped"}:
+            return self._shaped(slot, key, entries)
+        if isinstance(first, Number):
+            for (seat, _), entry in zip(slot.members, entries, strict=True):
+                if entry is not None and entry != first:
+                    raise StateMismatch(
+                        f"the state {key!r} is {entry} for {seat.name!r} and {first} for others in its flat parameter, which has one for all; "
+                        f"nothing has been loaded. use_orig_params=True keeps them apart"
+                    )
+            return _number(slot, key, first)
+        if isinstance(first, Owned):
+            return self._owned(slot, key, [entry for entry in entries if isinstance(entry, Owned)])
+        assert isinstance(first, Whole)
+        return self._odd(slot, key, first)
+
+    def _kind(self, seat: Seat, entry: Entry) -> str:
+        if isinstance(entry, Whole):
+            return "shaped" if entry.spread.shape == seat.shape else f"odd {entry.spread.shape}"
+        return type(entry).__name__
+
+    def _shaped(self, slot: _Slot, key: str, entries: Sequence[Entry | None]) -> Tensor:
+        spreads = [entry.spread for entry in entries if isinstance(entry, Whole)]
+        dtype = spreads[0].dtype
+        if any(spread.dtype != dtype for spread in spreads):
+            raise StateMismatch(
+                f"the state {key!r} of {slot.names} has several dtypes, and they lie in one flat parameter; nothing has been loaded"
+            )
+        old = slot.old.get(key)
+        device = old.device if isinstance(old, Tensor) else None
+        seat, number = slot.members[0]
+        made = seat.fresh(number, dtype, device)
+        wanted = _dtype_for(slot, dtype)
+        if wanted != dtype:
+            self._casts.append((slot, key, wanted))
+        for (seat, number), entry in zip(slot.members, entries, strict=True):
+            if isinstance(entry, Whole):
+                text = label(seat.name, key)
+                if len(seat.keys) == 1:
+                    target = seat.shards([made], dtype)
+                else:  # several local shards: each key brings its own
+                    target = self.targets.get(text) or Shards(retyped(seat.spread, dtype), [])
+                    target.tensors += [made] if made.numel() else []
+                self._send(text, entry.spread, target)
+            elif isinstance(old, Tensor) and seat.is_like(number, old):
+                for view, before in zip(seat.views([made]), seat.views([old]), strict=True):
+                    view.copy_(before)
+        return made
+
+    def _odd(self, slot: _Slot, key: str, entry: Whole) -> Tensor:
+        """The same on every rank, as it was saved."""
+        seat, _ = slot.members[0]
+        shape, old = entry.spread.shape, slot.old.get(key)
+        self._check_odd(slot, seat, key, shape, old)
+        device = old.device if isinstance(old, Tensor) else slot.key.device
+        target = self._everywhere(entry.spread, device)
+        self._send(label(seat.name, key), entry.spread, target)
+        (made,) = target.tensors
+        found: Tensor = like(old, [made]) if old is not None and hasattr(old, "placements") else made
+        return found
+
+    def _everywhere(self, source: Spread, device: torch.device | None) -> Shards:
+        spread = Spread.whole(source.shape, source.dtype, range(self._ranks))
+        return Shards.empty(spread, self._rank, device)
+
+    def _check_odd(self, slot: _Slot, seat: Seat, key: str, shape: tuple[int, ...], old: Any) -> None:
+        stepper = stepper_of(slot.group.optimizer)
+        if isinstance(old, Tensor):
+            fits = tuple(old.shape) == shape or (
+                hasattr(old, "to_local") and tuple(old.to_local().shape) == shape
+            )
+        elif is_torchs(stepper) and not isinstance(stepper, _odd_of_torch()):
+            fits = False
+        else:
+            # A sibling of the parameter's shape shows that it was this parameter; so does what broadcasts to it, if that is here whole.
+            state = self._given.state[seat.name].values()
+            siblings = [e for e in state if isinstance(e, Whole) and e.spread.shape == seat.shape]
+            rows = len(shape) == len(seat.shape) and all(
+                a in (1, b) for a, b in zip(shape, seat.shape, strict=True)
+            )
+            fits = bool(siblings) or rows or isinstance(stepper, torch.optim.LBFGS)
+            if is_torchs(stepper) and fits:
+                fits = tuple(slot.members[0][0].local_shapes[0]) == seat.shape
+        if not fits:
+            raise StateMismatch(
+                f"the state {key!r} of parameter {seat.name!r} has shape {shape}, which does not fit the parameter's, {seat.shape}"
+                + (f", nor what the optimizer has now, {tuple(old.shape)}" if isinstance(old, Tensor) else "")
+                + "; nothing has been loaded"
+            )
+
+    def _owned(self, slot: _Slot, key: str, entries: Sequence[Owned]) -> Tensor:
+        """Only where the parameter is spread as it was: nobody knows how such a state is cut."""
+        for (seat, _), entry in zip(slot.members, entries, strict=True):
+            if retyped(entry.spread, seat.spread.dtype) != seat.spread:
+                raise StateMismatch(
+                    f"the state {key!r} of parameter {seat.name!r} is not shaped like it and differs between the ranks that saved it, so it belongs to "
+                    f"their parts of the parameter: it loads only where the parameter is spread as it was, {entry.spread!r}, and here it is "
+                    f"{seat.spread!r}; nothing has been loaded"
+                )
+        (seat, _), entry = slot.members[0], entries[0]
+        made = torch.empty(0)
+        for rank in sorted({*seat.spread.ranks.tolist(), *entry.tensors}):
+            if rank not in entry.tensors:
+                raise StateMismatch(
+                    f"nobody was given {label(seat.name, key, rank)}; nothing has been loaded. Give every rank the part that it saved"
+                )
+            source = entry.tensors[rank]
+            here = []
+            if rank == self._rank:
+                made = torch.empty(source.shape, dtype=source.dtype, device=slot.key.device)
+                here = [made]
+            self._send(label(seat.name, key, rank), source, Shards(_returned(source, rank), here))
+        return made
+
+    def _send(self, text: str, source: Spread, target: Shards) -> None:
+        self.sources[text] = Shards(source, self._given.tensors.get(text, []))
+        self.targets[text] = target
+
+    # -- after --------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """What can fail when all tensors are there."""
+        for slot, key, dtype in self._casts:
+            slot.state[key] = slot.state[key].to(dtype)
+        groups = iter(zip(self._roster.groups, self._options, strict=True))
+        by_group: dict[int, list[_Slot]] = defaultdict(list)
+        for slot in self._slots:
+            by_group[id(slot.group)].append(slot)
+        for optimizer in self._roster.optimizers:
+            state: dict[Tensor, Any] = {}
+            param_groups = []
+            for _ in optimizer.param_groups:
+                group, options = next(groups)
+                slots = by_group[id(group)]
+                for slot in slots:
+                    state[slot.key] = dict(slot.old) if slot.is_kept else slot.state
+                new = {key: copied(value) for key, value in options.items()}
+                param_groups.append({**group.options, **new, "params": [slot.key for slot in slots]})
+            self._ready.append((optimizer, *_as_its_class_has_it(optimizer, state, param_groups)))
+
+    def commit(self) -> None:
+        """Nothing here fails."""
+        for optimizer, state, groups in self._ready:
+            for slot in self._slots:
+                if slot.group.optimizer is optimizer and not slot.is_kept:
+                    optimizer.state.pop(slot.key, None)
+                    if state.get(slot.key):
+                        optimizer.state[slot.key] = state[slot.key]
+            for group, new in zip(optimizer.param_groups, groups, strict=True):
+                group.update(
+                    {key: value for key, value in new.items() if key not in ("params", "param_names")}
+                )
+            if isinstance(optimizer, Seated):
+                optimizer.optim_state_loaded()
+
+
+def _slots(roster: Roster) -> Iterator[_Slot]:
+    for group in roster.groups:
+        found: dict[int, _Slot] = {}
+        for seat in group.seats:
+            for number, key in enumerate(seat.keys):
+                found.setdefault(id(key), _Slot(key, group, [])).members.append((seat, number))
+        yield from found.values()
+
+
+def _returned(source: Spread, rank: int) -> Spread:
+    """A tensor that goes to the rank it was saved by."""
+    return Spread.whole(source.shape, source.dtype, [rank])
+
+
+def _odd_of_torch() -> tuple[type[Optimizer], ...]:
+    """Classes of torch's that keep state of other shapes than their parameters'."""
+    return tuple(getattr(torch.optim, name) for name in ("Adafactor", "LBFGS") if hasattr(torch.optim, name))
+
+
+def _dtype_for(slot: _Slot, saved: torch.dtype) -> torch.dtype:
+    """Torch's own classes keep such state in the parameter's dtype and fail with another. Of others that is not known."""
+    own = slot.key.dtype
+    is_number = saved.is_floating_point and own.is_floating_point
+    return own if is_number and is_torchs(stepper_of(slot.group.optimizer)) else saved
+
+
+def _number(slot: _Slot, key: str, entry: Number) -> Any:
+    """As the optimizer has it now: a number or a tensor of one, and where."""
+    old = slot.old.get(key)
+    if entry.dtype is None:
+        if isinstance(old, Tensor) and old.dim() == 0 and isinstance(entry.value, int | float):
+            return torch.tensor(entry.value, dtype=old.dtype, device=old.device)
+        return copied(entry.value)
+    if isinstance(old, int | float) and not isinstance(old, bool):
+        return type(old)(entry.value)
+    options = slot.group.options
+    on_cpu = key == "step" and not (options.get("capturable") or options.get("fused"))
+    device = old.device if isinstance(old, Tensor) else torch.device("cpu") if on_cpu else slot.key.device
+    made = torch.tensor(entry.value, dtype=entry.dtype, device=device)
+    seat, _ = slot.members[0]
+    is_part = hasattr(slot.key, "placements") and seat.shape == () and key not in NUMBERS
+    return like(slot.key, [made]) if is_part else made
+
+
+def _as_its_class_has_it(
+    optimizer: Optimizer, state: dict[Tensor, Any], groups: list[dict[str, Any]]
+) -> tuple[dict[Tensor, Any], list[dict[str, Any]]]:
+    """Passed through the class's own `__setstate__`, on another object: it knows how states of older versions become its own."""
+    stepper = stepper_of(optimizer)
+    if isinstance(getattr(type(stepper), "state", None), property):
+        return state, groups
+    twin = type(stepper).__new__(type(stepper))
+    twin.__dict__.update(stepper.__dict__)
+    try:
+        twin.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
+    except Exception as exc:
+        raise StateMismatch(
+            f"{type(stepper).__name__} does not take this state ({type(exc).__name__}: {exc}); nothing has been loaded"
+        ) from exc
+    return twin.state, twin.param_groups

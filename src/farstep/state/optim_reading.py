@@ -1,0 +1,166 @@
+"""An optimizer's state by the names of parameters: as each rank has it, or gathered. Nothing in the optimizer is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from farstep.state.adapters import local_tensors
+from farstep.state.adapters.ranks import size_of
+from farstep.state.layout import Spread
+from farstep.state.optim_entries import Entry, Number, Odd, RankOwned, Shaped, copied, label
+from farstep.state.optim_moving import Options, move
+from farstep.state.optim_profile import Profile
+from farstep.state.optim_roster import Optimizers, Roster, roster_of
+from farstep.state.optim_schema import Owned, Schema, schema_of
+from farstep.state.optim_seats import Seat
+from farstep.state.room import Room, aligned
+from farstep.state.shards import Shards
+
+__all__ = ["plain_of", "read"]
+
+
+def read(
+    model: nn.Module, optim: Optimizers, *, full: bool, rank0_only: bool, cpu_offload: bool, options: Options
+) -> dict[str, Any]:
+    profile = Profile(options.profile)
+    with profile.phase("plan"):
+        roster, error = None, None
+        try:
+            roster = roster_of(model, optim, options.group)
+        except Exception as exc:
+            error = exc
+        schema = schema_of(roster, error, options.group)
+    assert roster is not None
+    reading = _Reading(roster, schema, options, profile)
+    if full:
+        state = reading.gathered([0] if rank0_only else list(range(size_of(options.group))), cpu_offload)
+        if state is None:
+            return {}
+    else:
+        with profile.phase("offload" if cpu_offload else "copy"):
+            state = reading.here(cpu_offload)
+    groups = [{**each, "params": list(names)} for each, names in schema.groups]
+    order = [name for group in groups for name in group["params"]]
+    found = {"state": {name: state[name] for name in order if name in state}, "param_groups": groups}
+    return found if full else {**found, "rank": options.rank}
+
+
+class _Reading:
+    def __init__(self, roster: Roster, schema: Schema, options: Options, profile: Profile) -> None:
+        self._roster, self._schema, self._options, self._profile = roster, schema, options, profile
+        self._rank = options.rank
+
+    def gathered(self, ranks: list[int], cpu_offload: bool) -> dict[str, dict[str, Any]] | None:
+        """Whole plain tensors on these ranks, None on others."""
+        receives = self._rank in ranks
+        state: dict[str, dict[str, Any]] = {}
+        sources: dict[str, Shards] = {}
+        targets: dict[str, Shards] = {}
+
+        room = Room(self._shaped_bytes() if receives else 0)
+
+        def whole(
+            text: str, source: Shards, device: torch.device | None, shaped: bool = False
+        ) -> Tensor | None:
+            spread = Spread.whole(source.shape, source.dtype, ranks)
+            sources[text] = source
+            if receives and shaped and device is not None:
+                targets[text] = Shards(spread, [room.take(source.shape, source.dtype, device)])
+            else:
+                targets[text] = Shards.empty(spread, self._rank, device)
+            return targets[text].tensors[0] if receives else None
+
+        with self._profile.phase("plan"):
+            for seat, key, entry in self._entries():
+                mine = state.setdefault(seat.name, {})
+                device = torch.device("cpu") if cpu_offload else self._device(seat, key)
+                if isinstance(entry, Number):
+                    mine[key] = self._number(seat, key, entry)
+                elif isinstance(entry, Owned):
+                    parts = {
+                        rank: whole(label(seat.name, key, rank), self._odd(seat, key, odd, [rank]), device)
+                        for rank, odd in entry.tensors.items()
+                    }
+                    mine[key] = RankOwned(seat.spread, {r: t for r, t in parts.items() if t is not None})
+                else:
+                    source = self._shards(seat, key, entry)
+                    mine[key] = whole(label(seat.name, key), source, device, isinstance(entry, Shaped))
+        move(sources, targets, None, self._options, self._profile, "gathering the optimizer's state")
+        return state if receives else None
+
+    def here(self, cpu_offload: bool) -> dict[str, dict[str, Any]]:
+        """As this rank has it: the optimizer's own tensors, or copies of them in main memory."""
+        state: dict[str, dict[str, Any]] = {}
+        for seat, key, entry in self._entries():
+            values = self._values(seat, key)
+            found: Any
+            if isinstance(entry, Number):
+                found = self._number(seat, key, entry)
+            elif isinstance(entry, Owned):
+                found = RankOwned(seat.spread, {self._rank: plain_of(values[0])} if values else {})
+            elif isinstance(entry, Shaped) and values:
+                found = seat.form(values, entry.dtype)
+            else:
+                found = self._shards(seat, key, entry)
+            state.setdefault(seat.name, {})[key] = self._offloaded(found) if cpu_offload else found
+        return state
+
+    def _entries(self) -> Iterator[tuple[Seat, str, Entry | Owned]]:
+        for name, entries in self._schema.state.items():
+            for key, entry in entries.items():
+                yield self._roster.seats[name], key, entry
+
+    def _shaped_bytes(self) -> int:
+        return sum(
+            aligned(seat.spread.numel * entry.dtype.itemsize)
+            for seat, _, entry in self._entries()
+            if isinstance(entry, Shaped)
+        )
+
+    def _values(self, seat: Seat, key: str) -> list[Tensor]:
+        """One for each of the seat's keys; none where this rank has no state of it."""
+        states = [self._roster.state_of(seat, number) for number in range(len(seat.keys))]
+        return [state[key] for state in states if key in state]
+
+    def _number(self, seat: Seat, key: str, entry: Number) -> Any:
+        values = self._values(seat, key)
+        value = entry.value if entry.dtype is None else torch.tensor(entry.value, dtype=entry.dtype)
+        return copied(plain_of(values[0]) if values else value)
+
+    def _shards(self, seat: Seat, key: str, entry: Shaped | Odd) -> Shards:
+        if isinstance(entry, Odd):
+            return self._odd(seat, key, entry, self._schema.holders[seat.name, key])
+        return seat.shards(self._values(seat, key), entry.dtype)
+
+    def _odd(self, seat: Seat, key: str, entry: Odd, ranks: list[int]) -> Shards:
+        values = self._values(seat, key) if self._rank in ranks else []
+        spread = Spread.whole(entry.shape, entry.dtype, ranks)
+        return Shards(spread, [plain_of(value) for value in values[:1]])
+
+    def _device(self, seat: Seat, key: str) -> torch.device | None:
+        """Where the optimizer keeps this state, and where it would."""
+        values = self._values(seat, key)
+        return values[0].device if values else seat.device
+
+    def _offloaded(self, value: Any) -> Any:
+        """In main memory; what is there already stays."""
+        if isinstance(value, Shards):
+            return Shards(value.spread, [self._to_cpu(t) for t in value.tensors])
+        if isinstance(value, RankOwned):
+            return RankOwned(value.spread, {rank: self._to_cpu(t) for rank, t in value.tensors.items()})
+        return self._to_cpu(value) if isinstance(value, Tensor) else value
+
+    def _to_cpu(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cpu":
+            return tensor
+        self._profile.add("offload", sum(each.nbytes for each in local_tensors(tensor)))
+        return tensor.cpu()
+
+
+def plain_of(value: Any) -> Any:
+    """What is here of a DTensor; anything else as it is."""
+    return local_tensors(value)[0] if isinstance(value, Tensor) else value

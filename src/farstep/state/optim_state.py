@@ -1,0 +1,78 @@
+"""Optimizer state by the names of parameters, read under any parallelism and loaded under any other.
+
+A state is `{"state": {name: {key: value}}, "param_groups": [{option: value, "params": [names]}]}`. What is read is planned as copies from how
+the optimizer has it to how it is wanted, and loading is the same the other way round.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from farstep.state.adapters.ranks import Group
+from farstep.state.exchange import BUDGET_BYTES, Progress
+from farstep.state.optim_loading import load
+from farstep.state.optim_moving import Options
+from farstep.state.optim_reading import read
+from farstep.state.optim_roster import Optimizers
+
+__all__ = ["load_optim_state_dict", "optim_state_dict"]
+
+
+@torch.no_grad()
+def optim_state_dict(
+    model: nn.Module,
+    optim: Optimizers,
+    *,
+    full: bool = False,
+    rank0_only: bool = False,
+    cpu_offload: bool = False,
+    group: Group = None,
+    budget_bytes: int = BUDGET_BYTES,
+    progress: Progress | None = None,
+    profile: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The state of a model's optimizer, or of several, by the parameters' own names. All ranks of `group` call it. It changes nothing.
+
+    The model may be plain, or hold DDP, FSDP1, FSDP2, tensor parallel and other DTensor parameters or ShardedTensors, nested as they may be.
+    By default each rank gets what it has, without copies: DTensors of DTensor parameters, `Shards` of others. With `full` they are whole plain
+    tensors, in memory of their own, on every rank or, with `rank0_only`, on the first; the others get an empty dict and hold no more
+    than `budget_bytes` of it at a time. `cpu_offload` has them in main memory.
+
+    A state that is not shaped like its parameter is taken as it is if all ranks have the same, else it becomes a `RankOwned`, which loads only
+    where the parameter is spread alike. An optimizer that has not stepped has no state.
+
+    `progress(bytes_done, bytes_total)` is called as tensors arrive. `profile`, a dict, is filled with `{"plan": {"time_s": ..., "bytes": ...}, "gather":
+    ..., "copy": ..., "offload": ...}`. Raises StateError where ranks have different states, before anything moves.
+    """
+    options = Options(group, budget_bytes, progress, profile)
+    return read(model, optim, full=full, rank0_only=rank0_only, cpu_offload=cpu_offload, options=options)
+
+
+@torch.no_grad()
+def load_optim_state_dict(
+    model: nn.Module,
+    optim: Optimizers,
+    state: Any,
+    *,
+    strict: bool = True,
+    broadcast_from_rank0: bool = False,
+    group: Group = None,
+    budget_bytes: int = BUDGET_BYTES,
+    progress: Progress | None = None,
+    profile: dict[str, Any] | None = None,
+) -> None:
+    """Load what `optim_state_dict` gave, under this or any other parallelism, number of ranks, wrapping or grouping. All ranks call it.
+
+    Each rank gives what it has: a full state, its own part, or a list of the parts that several ranks saved; together they have everything.
+    With `broadcast_from_rank0` only the first rank gives one, and others hold no more of it than their own shards and `budget_bytes`.
+
+    `strict`: the names are those of the optimizer's parameters, but for frozen ones; else those that are missing keep their state and
+    unknown ones are left out. A parameter that is named in the saved groups and has no state there has none afterwards.
+
+    StateMismatch and StateError name the parameter, the state and the ranks; then nothing has been changed on any rank.
+    """
+    options = Options(group, budget_bytes, progress, profile)
+    load(model, optim, state, strict=strict, broadcast_from_rank0=broadcast_from_rank0, options=options)
