@@ -11,5 +11,8 @@ From the inside out:
     rows.py       the rows of the table: which case, on how many workers, with what target
     rounds.py     runs all rows on both sides, in turn
     report.py     writes the table
+    sharded.py    what is timed in gloo groups: sharded optimizers and their state
+    contest.py    runs several ways to do one thing in turn, in one gloo group
+    contests.py   which contests there are, and their tables
     peers.py      Ray and gRPC, for scale
 """

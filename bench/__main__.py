@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench import peers, report, rounds
+from bench import contest, contests, peers, report, rounds
 from bench.rounds import Figures, Side
 from bench.rows import ROWS, SECTIONS
 
@@ -26,13 +26,14 @@ MIN_ROUNDS = 7
 
 def main() -> int:
     args = parse()
-    say(f"{len(args.rows)} rows, {args.rounds} rounds")
+    say(f"{len(args.rows)} rows, {len(args.contests)} contests, {args.rounds} rounds")
     begun, load = time.monotonic(), os.getloadavg()[0]
     remarks: list[str] = []
     sides = [BASELINE, args.subject]
     scratch = Path(tempfile.mkdtemp(prefix="bench-"))
     context = fork_server()
     try:
+        outcomes = contest.run(args.contests, args.rounds, args.seed, context, scratch, say)
         results = rounds.run(args.rows, sides, args.rounds, args.seed, context, scratch, say)
         names: list[str] = []
         if args.peers:
@@ -53,6 +54,7 @@ def main() -> int:
         load=load,
         seconds=time.monotonic() - begun,
         remarks=remarks,
+        more=contests.report(args.contests, outcomes),
     )
     text = report.write(args.rows, results, facts)
     print(text)
@@ -70,7 +72,8 @@ def parse() -> argparse.Namespace:
         "--only",
         nargs="+",
         metavar="ROW",
-        help=f"only these of {' '.join(r.key for r in ROWS)}, or all rows of {' '.join(SECTIONS)}",
+        help=f"only these of {' '.join(r.key for r in ROWS)} {' '.join(c.key for c in contests.CONTESTS)}, "
+        f"or all rows of {' '.join(SECTIONS)} sharded",
     )
     parser.add_argument(
         "--impl", default="farstep", choices=("farstep", "torch"), help="torch measures it against itself"
@@ -80,7 +83,8 @@ def parse() -> argparse.Namespace:
         "--out", type=Path, help="where to write (default: RESULTS.md, for a run of everything)"
     )
     args = parser.parse_args()
-    unknown = set(args.only or ()) - {row.key for row in ROWS} - set(SECTIONS)
+    known = {row.key for row in ROWS} | {c.key for c in contests.CONTESTS} | {*SECTIONS, "sharded"}
+    unknown = set(args.only or ()) - known
     if unknown:
         parser.error(f"no such row: {' '.join(sorted(unknown))}")
     if args.rounds < 1:
@@ -91,7 +95,12 @@ def parse() -> argparse.Namespace:
         if (not args.only or row.key in args.only or row.section in args.only)
         and (args.impl == "farstep" or not row.alone)
     ]
-    if not args.rows:
+    args.contests = [
+        each
+        for each in contests.CONTESTS
+        if args.impl == "farstep" and (not args.only or each.key in args.only or "sharded" in args.only)
+    ]
+    if not args.rows and not args.contests:
         parser.error(f"{args.impl} has none of these rows")
     args.subject = (
         Side("farstep", "farstep.rpc")
@@ -123,7 +132,10 @@ def fork_server() -> multiprocessing.context.ForkServerContext:
             "farstep.autograd",
             "farstep.optim",
             "torch.distributed.optim",
+            "torch.distributed.fsdp",
+            "torch.distributed.checkpoint.state_dict",
             "bench.worker",
+            "bench.contest",
             "bench.peers",
         ]
     )

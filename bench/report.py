@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from bench.rounds import Figures, Results
-from bench.rows import SERIES, Row
+from bench.rows import PLANNING_SERIES, SERIES, Row
 
 IDLE_LIMIT = 0.01
 """CPU seconds per second up to which a group counts as using none: one tick of the kernel's clock."""
@@ -30,6 +30,8 @@ class Facts:
     load: float
     seconds: float
     remarks: Sequence[str]
+    more: Sequence[str] = ()
+    """Further tables, as they shall be written."""
 
 
 def write(rows: Sequence[Row], results: Results, facts: Facts) -> str:
@@ -40,6 +42,7 @@ def write(rows: Sequence[Row], results: Results, facts: Facts) -> str:
         f"Written by `python -m bench` on {datetime.date.today().isoformat()}; every run replaces it.",
         *tables(rows, results, facts, verdicts),
         *notes(rows, results),
+        *facts.more,
         "## What the figures mean",
         *meaning(rows, facts, verdicts),
         "## How it was measured",
@@ -85,14 +88,28 @@ def tables(rows: Sequence[Row], results: Results, facts: Facts, verdicts: dict[s
             table(of("local"), results, facts, verdicts),
         ]
     if of("growth"):
-        by_key = {row.key: row for row in rows}
-        kept = {
-            what: {count: by_key[key] for count, key in series.items() if key in by_key}
-            for what, series in SERIES.items()
-        }
-        parts += ["## How the cost of a pass grows"]
-        parts += [growth(what, series, results, facts) for what, series in kept.items() if series]
+        parts += ["## How the cost of a pass grows", *growths(SERIES, rows, results, facts)]
+    if of("planning"):
+        grown = {key for series in PLANNING_SERIES.values() for key in series.values()}
+        parts += [
+            "## Planning",
+            "Which copies lead from one layout to another, every tensor cut along its first side but in the grids.",
+            limits([row for row in of("planning") if row.key not in grown], results, facts, verdicts),
+            *growths(PLANNING_SERIES, rows, results, facts),
+        ]
     return parts
+
+
+def growths(
+    all_series: dict[str, dict[int, str]], rows: Sequence[Row], results: Results, facts: Facts
+) -> list[str]:
+    """The series of which there are rows."""
+    by_key = {row.key: row for row in rows}
+    kept = {
+        what: {count: by_key[key] for count, key in series.items() if key in by_key}
+        for what, series in all_series.items()
+    }
+    return [growth(what, series, results, facts) for what, series in kept.items() if series]
 
 
 def names(row: Row, facts: Facts) -> tuple[str, str]:
@@ -115,6 +132,8 @@ def verdict(row: Row, figures: dict[str, Figures], facts: Facts) -> str:
     subject = figures[names(row, facts)[1]]
     if row.idle:
         return "met" if not subject.failure and statistics.median(subject.rounds) <= IDLE_LIMIT else "MISS"
+    if row.limit_s is not None:
+        return "met" if not subject.failure and statistics.median(subject.rounds) < row.limit_s else "MISS"
     if row.target is None:
         return "MISS" if subject.failure else ""
     times = ratios(row, figures, facts)
@@ -150,6 +169,18 @@ def table(
     return ruled(lines)
 
 
+def limits(rows: Sequence[Row], results: Results, facts: Facts, verdicts: dict[str, str]) -> str:
+    """Rows of the subject alone, whose targets are times."""
+    lines = [["", facts.subject, "min to max", "target", ""], ["---", *["---:"] * 3, "---"]]
+    for row in rows:
+        figures = results[row.key][facts.subject]
+        spread = (
+            f"{duration(min(figures.rounds))} to {duration(max(figures.rounds))}" if figures.rounds else "-"
+        )
+        lines.append([row.title, cell(row, figures), spread, target(row), verdicts[row.key]])
+    return ruled(lines)
+
+
 def growth(what: str, series: dict[int, Row], results: Results, facts: Facts) -> str:
     """One kind of growth. What each more costs is the difference to the line before, shared out."""
     alone = all(row.alone for row in series.values())
@@ -182,6 +213,8 @@ def ruled(lines: Sequence[Sequence[str]]) -> str:
 def target(row: Row) -> str:
     if row.idle:
         return "none used"
+    if row.limit_s is not None:
+        return f"< {row.limit_s:g} s"
     return "" if row.target is None else f"{row.target:g}"
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bench import gradients, models, training
+from bench import gradients, models, planning, training
 from bench.group import Group
 
 Measure = Callable[[Group], tuple[float, ...]]
@@ -36,6 +36,8 @@ class Row:
     """Only the subject is measured: torch has nothing like it."""
     columns: tuple[str, str] | None = None
     """What is compared, where it is two ways of the subject's."""
+    limit_s: float | None = None
+    """A target for the time itself, where there is nothing to compare it with."""
 
 
 def driven(case: str, iterations: int, warmup: int, budget_s: float = BUDGET_S) -> Measure:
@@ -201,6 +203,36 @@ LOCAL = [
     ),
 ]
 
+PLANNING_BUDGET_S = 1.0
+_SHARDS = f"{planning.TENSORS:,} tensors of {planning.SHARDS:,} shards into {planning.NEW_SHARDS:,}"
+PLANNING = [
+    Row(
+        key,
+        title,
+        driven(key, 5, 1, PLANNING_BUDGET_S),
+        world_size=1,
+        section="planning",
+        alone=True,
+        limit_s=limit_s,
+    )
+    for key, title, limit_s in (
+        ("plan", f"{_SHARDS}: all copies", 0.3),
+        ("plan-rank", f"{_SHARDS}: one rank's", 0.01),
+        ("plan-first", f"{_SHARDS}: one rank's, of layouts seen for the first time", None),
+        ("plan-grids", f"{planning.GRIDS} tensors, a grid of 32 x 32 shards into 24 x 48: all copies", None),
+        *((f"plan-tensors{count}", f"{count} tensors", None) for count in planning.MORE_TENSORS),
+        *((f"plan-shards{count}", f"{count} shards", None) for count in planning.MORE_SHARDS),
+    )
+]
+PLANNING_SERIES: dict[str, dict[int, str]] = {
+    f"tensors of {planning.FEW_SHARDS} shards, all copies": {
+        count: f"plan-tensors{count}" for count in planning.MORE_TENSORS
+    },
+    f"shards of each of {planning.FEW_TENSORS} tensors, all copies": {
+        count: f"plan-shards{count}" for count in planning.MORE_SHARDS
+    },
+}
+
 SERIES: dict[str, dict[int, str]] = {
     "graph nodes on a peer": {count: f"nodes{count}" for count in gradients.NODES},
     "calls to two peers in turn": dict(
@@ -210,5 +242,5 @@ SERIES: dict[str, dict[int, str]] = {
 }
 """What the cost is shown to grow with: the keys of rows, by how much of it they have."""
 
-ROWS = [*CALLS, *GRADIENTS, *MODES, *GROWTH, *TRAINING, *LOCAL]
+ROWS = [*CALLS, *GRADIENTS, *MODES, *GROWTH, *TRAINING, *LOCAL, *PLANNING]
 SECTIONS = list(dict.fromkeys(row.section for row in ROWS))

@@ -23,12 +23,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from bench import cases, gradients, remote, training
+from bench import cases, gradients, planning, remote, training
 from bench.cases import paired, timed
 
 T = TypeVar("T")
 
-CASES = {**cases.CASES, **gradients.CASES, **training.CASES}
+CASES = {**cases.CASES, **gradients.CASES, **training.CASES, **planning.CASES}
 RPC_TIMEOUT_S = 600.0
 """Longer than any pause, so that a group that was stopped for others' turns loses no call."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.scripts import Scripts
 
-from farstep import autograd, errors, optim
+from farstep import autograd, errors, optim, state
 from farstep.rpc import RpcOptions
 
 ROOT = Path(__file__).parent.parent
@@ -36,7 +36,9 @@ def test_no_option_is_explained_that_does_not_exist():
 
 
 def test_every_error_is_explained():
-    text = "".join((ROOT / "docs" / page).read_text() for page in ("rpc.md", "autograd.md", "optim.md"))
+    text = "".join(
+        (ROOT / "docs" / page).read_text() for page in ("rpc.md", "autograd.md", "optim.md", "state.md")
+    )
     roots = {"FarstepError", "RpcError", "RemoteTraceback"}
     assert [name for name in errors.__all__ if name not in roots and f"| `{name}` |" not in text] == []
 
@@ -48,8 +50,21 @@ def test_every_function_of_autograd_is_explained():
 
 def test_every_method_of_the_optimizer_is_explained():
     text = (ROOT / "docs" / "optim.md").read_text()
+    named = (ROOT / "docs" / "named.md").read_text()
+    sharded = (ROOT / "docs" / "sharded.md").read_text()
     own = [name for name in vars(optim.DistributedOptimizer) if not name.startswith("_")]
-    assert [name for name in [*optim.__all__, *own] if not re.search(rf"\b{name}\b", text)] == []
+    assert [name for name in own if not re.search(rf"\b{name}\b", text)] == []
+    assert [name for name in optim.__all__ if not re.search(rf"\b{name}\b", text + named + sharded)] == []
+    own = [name for name in vars(optim.ShardedOptimizer) if not name.startswith("_")]
+    assert [name for name in own if not re.search(rf"\b{name}\b", sharded)] == []
+    kinds = (optim.NamedOptimizer, optim.KeyedOptimizer, optim.KeyedOptimizerWrapper, optim.CombinedOptimizer)
+    theirs = {name for kind in kinds for name in vars(kind) if not name.startswith("_")}
+    assert [name for name in theirs if not re.search(rf"\b{name}\b", named)] == []
+
+
+def test_every_name_of_state_is_explained():
+    text = "".join((ROOT / "docs" / page).read_text() for page in ("state.md", "adapters.md"))
+    assert [name for name in state.__all__ if not re.search(rf"`{name}\b", text)] == []
 
 
 def test_architecture_names_every_module():

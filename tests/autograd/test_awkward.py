@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import datetime
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from support.workers import bounded
+import torch.distributed as dist
+from support.ranks import Ranks
+from support.workers import bounded, eventually
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from farstep import autograd, rpc
 from farstep.autograd.passes import ROOTS, Settings
 from farstep.autograd.tracker import Report, Tracker
-from farstep.errors import AutogradError
+from farstep.errors import AutogradError, WorkerLost
 from farstep.rpc import Agent
 from farstep.rpc.message import EMPTY
 from farstep.rpc.payload import pack
@@ -91,6 +97,115 @@ def test_a_pass_that_waits_survives_another_of_the_same_context(three: list[Agen
         gradients = autograd.get_gradients(context_id)
         torch.testing.assert_close(gradients[x], torch.full((2,), 2.0))
         torch.testing.assert_close(gradients[other], torch.ones(2))
+
+
+# -- a worker that is lost before the root knows that it takes part
+
+
+def test_a_loss_that_was_told_before_the_worker_took_part_ends_the_pass() -> None:
+    """Word of the loss comes once. Who passes gradient on to that worker afterwards may not have heard of it yet."""
+    gate.reached.clear()
+    gate.open.clear()
+    with rpc.local_agents(3) as agents, speaking_for(agents[0]), autograd.context() as context_id:
+        loss = rpc.rpc_sync("worker1", held_up, args=(ones(),)).sum()
+        waiting = autograd.backward_async(context_id, [loss], timeout=0)
+        assert gate.reached.wait(PATIENCE_S)
+        agents[2].close()
+        eventually(lambda: not agents[0].is_present(2))
+        [id] = agents[0].extension.conductor._trackers  # type: ignore[attr-defined]
+        passed_on = (1, [], [(77, 2)], None, 1)
+        post(agents[1], "worker0", ("report", id, context_id, False, False, "smart", 0, passed_on, None))
+        try:
+            with pytest.raises(WorkerLost, match="'worker2' is lost: it took part in backward"):
+                bounded(waiting.wait, timeout_s=5.0)
+        finally:
+            gate.open.set()
+
+
+# -- DistributedDataParallel in several threads
+
+
+class Inside:
+    """A module in DistributedDataParallel that says when it is about to reduce, and so waits for the other ranks."""
+
+    def __init__(self, value: float, group: dist.ProcessGroup) -> None:
+        linear = torch.nn.Linear(2, 1, bias=False)
+        torch.nn.init.constant_(linear.weight, value)
+        self.weight = linear.weight
+        self.reached = threading.Event()
+        self.module = DistributedDataParallel(linear, process_group=group)
+        self.module.register_comm_hook(group, self._reduce)
+
+    def _reduce(self, group, bucket):  # type: ignore[no-untyped-def]  # torch refuses types that are strings
+        self.reached.set()
+        return allreduce_hook(group, bucket)
+
+    def train(self, scale: float) -> torch.Tensor:
+        """The gradient, in a context of its own."""
+        with autograd.context() as context_id:
+            x = rpc.rpc_sync("worker1", same, args=(torch.full((1, 2), scale),))
+            autograd.backward(context_id, [self.module(x).sum()], timeout=0)
+            return autograd.get_gradients(context_id)[self.weight]
+
+
+def in_other_orders() -> list[list[float]]:
+    """Rank 0 reduces the first module before it begins with the second; rank 1 does it the other way about."""
+    patience = datetime.timedelta(seconds=PATIENCE_S)
+    modules = [Inside(i + 1.0, dist.new_group([0, 1], timeout=patience)) for i in range(2)]
+    rank = dist.get_rank()
+    found: dict[int, list[float]] = {}
+    with rpc.local_agents(2) as agents:
+
+        def train(number: int) -> None:
+            with speaking_for(agents[0]):
+                found[number] = modules[number].train(10.0 * number + rank).flatten().tolist()
+
+        threads = [threading.Thread(target=train, args=(number,), daemon=True) for number in range(2)]
+        threads[rank].start()
+        assert modules[rank].reached.wait(PATIENCE_S)
+        threads[1 - rank].start()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+    return [found[0], found[1]]
+
+
+def side_by_side() -> list[tuple[float, list[float]]]:
+    """Contexts of several threads through one module. Returns what is not as it should be."""
+    *_, mine = dist.new_subgroups(1)[1][: dist.get_rank() + 1]
+    module = Inside(1.0, mine)
+    wrong: list[tuple[float, list[float]]] = []
+    with rpc.local_agents(2) as agents:
+
+        def train(thread: int) -> None:
+            with speaking_for(agents[0]):
+                for i in range(40):
+                    scale = 100.0 * thread + i
+                    gradient = module.train(scale).flatten().tolist()
+                    if gradient != [scale, scale]:
+                        wrong.append((scale, gradient))
+
+        threads = [threading.Thread(target=train, args=(number,), daemon=True) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+    assert module.weight.grad is None
+    return wrong
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+def test_modules_that_ranks_reduce_in_other_orders_do_not_wait_for_each_other(two_ranks: Ranks) -> None:
+    assert two_ranks.run(in_other_orders) == [[[0.5, 0.5], [10.5, 10.5]]] * 2
+
+
+def test_contexts_through_one_reduced_module_do_not_mix_their_gradients(two_ranks: Ranks) -> None:
+    assert two_ranks.run(side_by_side) == [[], []]
 
 
 # -- nodes at a border, which are run by hand

@@ -199,6 +199,24 @@ def test_ranks_are_those_within_the_group():
         shards_of(torch.zeros(2), elsewhere)
 
 
+def test_a_slice_of_a_mesh_has_siblings_that_hold_the_same():
+    """As FSDP2 keeps what is not tensor parallel in a model that is: rank 1 has it on ranks 1 and 3, and both must say the same."""
+    mesh = DeviceMesh("cpu", torch.arange(12).view(2, 3, 2), mesh_dim_names=("pp", "dp", "tp"))
+    value = DTensor.from_local(torch.zeros(2), mesh["dp"], [Shard(0)], run_check=False)
+    spread = shards_of(value).spread
+    for rank in range(12):
+        assert [str(box) for box in spread.boxes(rank)] == [f"[{rank // 2 % 3 * 2}:{rank // 2 % 3 * 2 + 2}]"]
+    stage = dist.new_group([0, 1, 2, 3, 4, 5])  # the others of its pipeline are not asked
+    assert sorted(shards_of(value, stage).spread.ranks.tolist()) == [0, 1, 2, 3, 4, 5]
+    alone = dist.new_group([0, 2, 4])
+    assert shards_of(value, alone).spread.ranks.tolist() == [0, 1, 2]
+    both = DTensor.from_local(torch.zeros(2), mesh["dp", "tp"], [Replicate(), Shard(0)], run_check=False)
+    for rank in range(12):
+        assert [str(box) for box in shards_of(both).spread.boxes(rank)] == [
+            f"[{rank % 2 * 2}:{rank % 2 * 2 + 2}]"
+        ]
+
+
 def test_what_is_no_part_of_a_tensor_is_refused_by_name():
     mesh = mesh_of((4,))
     with pytest.raises(LayoutError, match=r"'grad' is .*over mesh dimension 0.*redistribute"):

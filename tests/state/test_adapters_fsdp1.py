@@ -167,7 +167,12 @@ def refused():
             LayoutError, match=r"'0.weight' is also held by rank 2, 3 of its FSDP process group"
         ):
             flat_parameters(whole, dist.new_group([0, 1], use_local_synchronization=True))
-    assert "shard" in repr(flat)
+    crossed = [[dist.new_group(each) for each in pairs] for pairs in ([[0, 1], [2, 3]], [[0, 3], [1, 2]])]
+    rank = dist.get_rank()
+    groups = crossed[0][rank // 2], crossed[1][0 if rank in (0, 3) else 1]
+    hybrid = wrap(nn.Linear(3, 4), process_group=groups, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    with pytest.raises(LayoutError, match=r"which ranks hold 'weight' cannot be told.*device_mesh"):
+        flat_parameters(hybrid)
 
 
 def test_what_does_not_fit_is_refused_by_name(four):

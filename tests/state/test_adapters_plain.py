@@ -83,8 +83,6 @@ def test_like_keeps_the_spread_of_shards():
 def test_what_has_no_boxes_is_refused_by_name():
     with pytest.raises(LayoutError, match=r"'s' is a sparse_coo tensor.*to_dense"):
         shards_of(torch.eye(3).to_sparse(), name="s")
-    with pytest.raises(LayoutError, match=r"'q' is a quantized tensor.*dequantize"):
-        shards_of(torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.quint8), name="q")
     with pytest.raises(LayoutError, match=r"'n' is a builtins\.list, which is no tensor"):
         shards_of([1, 2], name="n")
     with pytest.raises(LayoutError, match=r"'m' is on the meta device"):

@@ -7,13 +7,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import Ranks
+from torch.distributed._shard import shard_parameter
+from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from farstep.errors import LayoutError
 from farstep.state import Shards, like, local_tensors, named_shards, on_rank, respread, shards_of
-from state.holdings import FORMS, KINDS, Chunks, Flat, Fsdp2, Net, Plain, Strips, TwoD, tensors
+from state.holdings import FORMS, KINDS, Chunks, Flat, FlatOriginal, Fsdp2, Net, Plain, Strips, TwoD, tensors
 
 
 @pytest.fixture(scope="module", params=[2, 3, 4, 8])
@@ -22,10 +26,7 @@ def ranks(request):
         yield ranks
 
 
-@pytest.fixture(scope="module")
-def four():
-    with Ranks(4) as ranks:
-        yield ranks
+four = pytest.mark.parametrize("ranks", [4], indirect=True)
 
 
 def same(found, wanted):
@@ -34,37 +35,24 @@ def same(found, wanted):
         assert torch.equal(found[name], tensor), name
 
 
-def gathered():
-    """From every kind to rank 0; the others' targets are left alone."""
+def gathered_and_spread():
+    """From every kind to rank 0, where the others' targets are left alone; and back from the last rank, whose whole the others know by shape alone."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    new = {name: t if rank == last else torch.empty_like(t, device="meta") for name, t in tensors(3).items()}
     for kind in KINDS:
         holding = kind(seed=1)
         whole = {name: torch.full_like(t, -1) for name, t in tensors(1).items()}
         respread(holding.shards, {name: on_rank(t) for name, t in whole.items()})
-        read = holding.whole()
-        if dist.get_rank() == 0:
+        if rank == 0:
             same(whole, tensors(1))
-            same(whole, read)
         else:
             assert all((t == -1).all() for t in whole.values())
-
-
-def test_every_kind_is_gathered_to_one_rank(ranks):
-    ranks.run(gathered)
-
-
-def spread_from_one():
-    """From the last rank to every kind; the other ranks know the whole's shape alone."""
-    last = dist.get_world_size() - 1
-    is_here = dist.get_rank() == last
-    whole = {name: t if is_here else torch.empty_like(t, device="meta") for name, t in tensors(3).items()}
-    for kind in KINDS:
-        holding = kind(seed=4)
-        respread({name: on_rank(t, last) for name, t in whole.items()}, holding.shards)
+        respread({name: on_rank(t, last) for name, t in new.items()}, holding.shards)
         same(holding.whole(), tensors(3))
 
 
-def test_a_whole_is_spread_from_one_rank(ranks):
-    ranks.run(spread_from_one)
+def test_every_kind_is_gathered_to_one_rank_and_spread_from_one(ranks):
+    ranks.run(gathered_and_spread)
 
 
 def converted():
@@ -107,8 +95,9 @@ def like_each():
             same({name: value.full_tensor() for name, value in made.items()}, doubled)
 
 
-def test_state_in_the_form_of_its_parameter(four):
-    four.run(like_each)
+@four
+def test_state_in_the_form_of_its_parameter(ranks):
+    ranks.run(like_each)
 
 
 def pickled():
@@ -119,21 +108,29 @@ def pickled():
         same(whole, tensors(1))
 
 
-def test_what_a_rank_holds_is_pickled_and_used_again(four):
-    four.run(pickled)
+@four
+def test_what_a_rank_holds_is_pickled_and_used_again(ranks):
+    ranks.run(pickled)
 
 
-def after_forward():
+def shown_whole():
     holding = Fsdp2(seed=1)
     with torch.no_grad():
         holding.model(torch.ones(2, 5))
-    assert not isinstance(holding.model.scale, DTensor)  # it shows the whole in place of its shard
+    assert not isinstance(holding.model.scale, DTensor)
     respread({name: on_rank(t) for name, t in tensors(2).items()}, holding.shards)
     same(holding.whole(), tensors(2))
+    for kind in (Flat, FlatOriginal):
+        holding = kind(seed=1)
+        with FullyShardedDataParallel.summon_full_params(holding.model, writeback=False):
+            found = holding.shards
+        respread({name: on_rank(t) for name, t in tensors(2).items()}, found)
+        same(holding.whole(), tensors(2))
 
 
-def test_parameters_that_fsdp2_shows_whole_after_a_forward(four):
-    four.run(after_forward)
+@four
+def test_parameters_that_are_shown_whole_for_a_while(ranks):
+    ranks.run(shown_whole)
 
 
 def ddp_of_some():
@@ -148,8 +145,31 @@ def ddp_of_some():
     assert all(each.spread.ranks.tolist() == [0, 1] for each in within.values())
 
 
-def test_a_model_on_some_of_the_ranks(four):
-    four.run(ddp_of_some)
+@four
+def test_a_model_on_some_of_the_ranks(ranks):
+    ranks.run(ddp_of_some)
+
+
+def sharded_attributes():
+    """shard_parameter keeps a ShardedTensor as a parameter; others put it in its place as a mere attribute."""
+    model = Net(1)
+    spec = ChunkShardingSpec(dim=0, placements=[f"rank:{rank}/cpu" for rank in range(4)])
+    shard_parameter(model.inner[2], "weight", spec)
+    value = Strips(seed=1).values["inner.0.weight"]
+    del model.inner[0].weight
+    model.inner[0].weight = value
+    assert "inner.0.weight" not in dict(model.named_parameters())
+    found = named_shards(model)
+    assert set(found) == set(tensors(1))
+    whole = {name: torch.zeros_like(t) for name, t in tensors(1).items()}
+    respread(found, {name: on_rank(t) for name, t in whole.items()})
+    if dist.get_rank() == 0:
+        same(whole, tensors(1))
+
+
+@four
+def test_a_sharded_tensor_in_place_of_a_parameter(ranks):
+    ranks.run(sharded_attributes)
 
 
 def refused():
@@ -166,6 +186,12 @@ def refused():
     if dist.get_rank() == 1:
         with pytest.raises(LayoutError, match=r"'w' is on the meta device"):
             on_rank(torch.zeros(2, device="meta"), 1, name="w")
+    elsewhere = Strips(seed=1).values["scale"]
+    elsewhere.metadata().shards_metadata[0] = ShardMetadata([0, 0, 0], [1, 3, 5], "trainer/cpu")
+    with pytest.raises(
+        LayoutError, match=r"shard of 'scale' at \[0, 0, 0\] is placed on trainer/cpu.*rank:0/cpu"
+    ):
+        shards_of(elsewhere, name="scale")
     holding = Strips(seed=1)
     odd = holding.values["scale"]
     for shard in odd.local_shards():
@@ -176,5 +202,6 @@ def refused():
             shards_of(odd, name="scale")
 
 
-def test_what_does_not_fit_is_refused_by_name(four):
-    four.run(refused)
+@four
+def test_what_does_not_fit_is_refused_by_name(ranks):
+    ranks.run(refused)

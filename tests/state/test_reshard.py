@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farstep.state import Plan, plan
+from farstep.errors import LayoutError
+from farstep.state import Box, Layout, Plan, Spread, plan
 from state.spreads import carried_out, expected, fresh, held, random_layout
 
 F32 = torch.float32
@@ -65,3 +69,162 @@ def test_a_plan_has_the_copies_that_comparing_all_boxes_gives(seed, shapes, rank
 
 def between(plan: Plan, source: int, target: int) -> list:
     return [c for c in plan if (c.source_rank, c.target_rank) == (source, target)]
+
+
+# -- sizes
+
+
+def sharded(shape, *cuts, dtype=F32) -> Spread:
+    """A grid: each dimension cut at these places, one box for each rank in turn."""
+    sides = [list(itertools.pairwise([0, *places, n])) for places, n in zip(cuts, shape, strict=True)]
+    rows = np.array(list(itertools.product(*sides)), dtype=np.int64).reshape(-1, len(shape), 2)
+    return Spread(shape, dtype, np.arange(len(rows)), rows[:, :, 0], rows[:, :, 1] - rows[:, :, 0])
+
+
+def evenly(n, parts):
+    return [n * i // parts for i in range(1, parts)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "source", "target", "copies"),
+    [
+        ((9600,), (100,), (77,), 176),
+        ((9600, 16), (100, 1), (77, 1), 176),
+        ((16, 9600), (1, 100), (1, 77), 176),
+        ((960, 960), (32, 32), (24, 48), 48 * 64),
+        ((960, 960), (48, 1), (1, 48), 48 * 48),
+        ((60, 60, 60), (6, 10, 1), (10, 4, 15), 14 * 12 * 15),
+    ],
+)
+def test_grids_have_the_copies_their_cuts_give(shape, source, target, copies):
+    """Along each dimension every cut of either begins one more piece, those at the same place once."""
+    pieces = 1
+    for n, a, b in zip(shape, source, target, strict=True):
+        pieces *= 1 + len({*evenly(n, a), *evenly(n, b)})
+    assert pieces == copies
+    one, other = (
+        Layout({f"t{i}": sharded(shape, *map(evenly, shape, parts)) for i in range(3)})
+        for parts in (source, target)
+    )
+    whole = plan(one, other)
+    assert len(whole) == 3 * copies
+    assert int(whole.nbytes.sum()) == 3 * 4 * int(np.prod(shape))
+    rank = 5
+    assert rows(plan(one, other, rank)) == rows(whole.part(rank))
+
+
+def test_tensors_cut_along_different_sides():
+    shape = (90, 90)
+    one = Layout(
+        {
+            "a": sharded(shape, evenly(90, 30), []),
+            "b": sharded(shape, [], evenly(90, 30)),
+            "c": sharded(shape, [], []),
+        }
+    )
+    other = Layout(
+        {"a": sharded(shape, evenly(90, 20), []), "b": sharded(shape, evenly(90, 9), []), "c": one["c"]}
+    )
+    whole = plan(one, other)
+    assert [int((whole.tensor == i).sum()) for i in range(3)] == [40, 270, 1]
+    for rank in (0, 7, 29):
+        assert rows(plan(one, other, rank)) == rows(whole.part(rank))
+
+
+def test_to_everyone_and_from_everyone():
+    shape, ranks = (6, 5), range(64)
+    parts = Layout({"w": sharded(shape, evenly(6, 6), [])})
+    everywhere = Layout({"w": Spread.whole(shape, F32, ranks)})
+    out = plan(parts, everywhere)
+    assert len(out) == 64 * 6
+    back = plan(everywhere, parts)
+    assert back.bytes_moved == 0  # each takes from itself
+    assert len(plan(everywhere, everywhere, 9)) == 1
+    spare = Layout({"w": Spread.whole(shape, F32, range(60, 64))})
+    assert {c.source_rank for c in plan(spare, parts)} == {60, 61, 62, 63}  # takers share out the givers
+
+
+# -- what does not fit
+
+
+def raises(source, target, match, ranks):
+    """The whole plan and the parts of these ranks raise; the others know nothing of it."""
+    with pytest.raises(LayoutError, match=match):
+        plan(source, target)
+    for rank in range(4):
+        if rank in ranks:
+            with pytest.raises(LayoutError, match=match):
+                plan(source, target, rank)
+        else:
+            plan(source, target, rank)
+
+
+def test_a_gap_is_named():
+    boxes = {0: [Box((0, 0), (2, 6))], 1: [Box((2, 0), (1, 6))], 2: [Box((3, 3), (1, 3))]}
+    source = Layout({"fine": Spread.whole((3,), F32, [0]), "w": Spread.of((4, 6), F32, boxes)})
+    target = Layout(
+        {
+            "w": Spread.of((4, 6), F32, {0: [Box((0, 0), (2, 6))], 3: [Box((2, 0), (2, 6))]}),
+            "fine": source["fine"],
+        }
+    )
+    raises(source, target, r"no rank of the source has \[3:4, 0:3\] of 'w', .* \[2:4, 0:6\] of rank 3", {3})
+    part = Layout({"w": Spread.of((4, 6), F32, {3: [Box((3, 4), (1, 1))]})})
+    assert len(plan(source, part)) == 1  # the gap does not matter to it
+
+
+def test_nothing_at_all_is_a_gap():
+    source = Layout({"w": Spread.of((), F32, {})})
+    raises(source, Layout({"w": Spread.whole((), F32, [2])}), r"has \[\] of 'w'", {2})
+
+
+def test_an_overlap_is_named():
+    boxes = {0: [Box((0, 0), (3, 6))], 1: [Box((2, 0), (2, 6))]}
+    over = Layout({"w": Spread.of((4, 6), F32, boxes)})
+    fine = Layout({"w": Spread.whole((4, 6), F32, [3])})
+    raises(over, fine, r"two boxes of 'w' overlap: \[0:3, 0:6\] of rank 0 and \[2:4, 0:6\] of rank 1", {3})
+    raises(fine, over, r"two boxes of 'w' overlap: \[0:3, 0:6\] of rank 0 and \[2:4, 0:6\] of rank 1", {0, 1})
+
+
+def test_what_is_not_alike_is_named():
+    def layout(shape=(4, 6), dtype=F32):
+        return Layout({"w": Spread.whole(shape, dtype, [0])})
+
+    everyone = {0, 1, 2, 3}
+    raises(layout((6, 4)), layout(), r"'w' has the shape \(6, 4\) in the source and \(4, 6\)", everyone)
+    raises(
+        layout(dtype=torch.float16),
+        layout(),
+        r"'w' has the dtype torch.float16 in the source and torch.float32",
+        everyone,
+    )
+    raises(Layout({"v": layout()["w"]}), layout(), "the source has no tensor 'w'", everyone)
+
+
+# -- the plan itself
+
+
+def test_a_plan_reads_well():
+    one = Layout({"w": sharded((4, 6), [2], [])})
+    whole = plan(one, Layout({"w": Spread.whole((4, 6), F32, [1])}))
+    assert str(whole).splitlines() == [
+        "<Plan: 2 copies, 48 bytes between ranks, 48 within>",
+        "  w [0:2, 0:6]: rank 0 -> rank 1",
+        "  w [2:4, 0:6]: rank 1 -> rank 1",
+    ]
+    assert whole.bytes_between() == {(0, 1): 48, (1, 1): 48}
+    assert (whole.bytes_moved, whole.bytes_kept) == (48, 48)
+    assert "of rank 0: 1 copies" in repr(plan(one, whole.target, 0))
+    many = plan(Layout({"w": sharded((60,), evenly(60, 30))}), Layout({"w": Spread.whole((60,), F32, [0])}))
+    assert str(many).endswith("and 10 more")
+    assert plan(Layout({}), Layout({})).bytes_between() == {}
+
+
+def test_the_source_may_have_more_and_in_another_order():
+    one = Layout({"x": sharded((8,), [4]), "w": sharded((4, 6), [2], []), "v": sharded((3,), [])})
+    other = Layout({"v": one["v"], "w": Spread.whole((4, 6), F32, [0])})
+    assert [str(c) for c in plan(one, other)] == [
+        "v [0:3]: rank 0 -> rank 0",
+        "w [0:2, 0:6]: rank 0 -> rank 0",
+        "w [2:4, 0:6]: rank 1 -> rank 0",
+    ]

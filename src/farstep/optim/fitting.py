@@ -128,6 +128,10 @@ def _fits_rows(shape: torch.Size, parameter: torch.Size) -> bool:
 
 
 def _laid_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    if value.layout is not torch.strided or value.stride() == like.stride():
+    if (
+        local_shards(value) is not None
+        or value.layout is not torch.strided
+        or value.stride() == like.stride()
+    ):
         return value
     return torch.empty_like(like, dtype=value.dtype).copy_(value)

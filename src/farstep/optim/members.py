@@ -16,7 +16,7 @@ from torch import Tensor
 from farstep.errors import OptimError
 from farstep.optim import fast
 from farstep.optim.zero import Zero
-from farstep.state import Shards, like, shards_of
+from farstep.state import Shards, Spread, like, shards_of
 
 __all__ = ["Member", "Part", "kind_of", "member_of"]
 
@@ -47,6 +47,7 @@ class Member:
     def __init__(self, name: str, parameter: Any, group: Any) -> None:
         self.name, self.parameter, self.group = name, parameter, group
         self.shadows: list[Tensor] = self._shadows()
+        self._spreads: dict[torch.dtype, Spread] = {}
 
     def _shadows(self) -> list[Tensor]:
         if not self.parameter.is_leaf:
@@ -93,7 +94,15 @@ class Member:
         return tensors[0]
 
     def shards(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Shards:
-        return shards_of(self.form(tensors, dtype), self.group, name=self.name)
+        """The same, as boxes of the whole. How these lie is worked out once."""
+        spread = self._spreads.get(dtype)
+        if spread is None:
+            shards = shards_of(self.form(tensors, dtype), self.group, name=self.name)
+            fits = [t.shape for t in shards.tensors] == [t.shape for t in tensors if t.numel()]
+            if fits:
+                self._spreads[dtype] = shards.spread
+            return shards
+        return Shards(spread, [t for t in tensors if t.numel()])
 
 
 class _OfDTensor(Member):

@@ -48,11 +48,13 @@ def group_of(
                 if name in params or name in aliases or name in new:
                     raise ValueError(f"there is another parameter of the name {name!r} already")
                 new[name] = each
+        elif not isinstance(each, torch.Tensor):
+            raise TypeError(
+                f"optimizer can only optimize Tensors, but one of the params is {torch.typename(each)}; give parameters, or their names"
+            )
         elif id(each) not in known:
             raise ValueError(
                 f"a parameter of shape {tuple(each.shape)} has no name: some parameters are not in the module. Give (name, parameter)"
-                if isinstance(each, torch.Tensor)
-                else f"optimizer can only optimize Tensors, but one of the params is {torch.typename(each)}"
             )
         found.append(each)
     return {**options_of(dict(given)), "params": found}, new

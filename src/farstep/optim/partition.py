@@ -28,6 +28,8 @@ class Extent:
     """Only parameters of one space share a piece."""
     whole: bool = False
     """It has one owner."""
+    in_one_piece: bool = False
+    """It is never cut, not even on its way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,21 +48,19 @@ class Segment:
 Piece = tuple[Segment, ...]
 
 
-def divide(
-    extents: Sequence[Extent], ranks: int, piece_bytes: int, *, cut_whole: bool = False
-) -> list[list[Piece]]:
-    """The pieces of each rank. All ranks come to the same. `cut_whole`: a parameter with one owner may travel in several pieces."""
+def divide(extents: Sequence[Extent], ranks: int, piece_bytes: int) -> list[list[Piece]]:
+    """The pieces of each rank. All ranks come to the same."""
     owned: list[list[Segment]] = [[] for _ in range(ranks)]
     spaces: dict[Hashable, list[int]] = defaultdict(list)
     for number, extent in enumerate(extents):
         if extent.numel == 0:
             owned[0].append(Segment(number, 0, 0))
-        elif not extent.whole:
+        elif not (extent.whole or extent.in_one_piece):
             spaces[extent.space].append(number)
     for numbers in spaces.values():
         _share_out(numbers, extents, owned)
     _place_whole(extents, owned)
-    return [list(_pieces(segments, extents, piece_bytes, cut_whole)) for segments in owned]
+    return [list(_pieces(segments, extents, piece_bytes)) for segments in owned]
 
 
 def _share_out(numbers: list[int], extents: Sequence[Extent], owned: list[list[Segment]]) -> None:
@@ -83,23 +83,25 @@ def _share_out(numbers: list[int], extents: Sequence[Extent], owned: list[list[S
 def _place_whole(extents: Sequence[Extent], owned: list[list[Segment]]) -> None:
     """The largest first, each to the rank that has the fewest bytes by then."""
     load = [sum(s.numel * extents[s.parameter].itemsize for s in segments) for segments in owned]
-    whole = [number for number, extent in enumerate(extents) if extent.whole and extent.numel]
+    whole = [
+        number
+        for number, extent in enumerate(extents)
+        if (extent.whole or extent.in_one_piece) and extent.numel
+    ]
     for number in sorted(whole, key=lambda n: -extents[n].numel * extents[n].itemsize):
         rank = load.index(min(load))
         owned[rank].append(Segment(number, 0, extents[number].numel))
         load[rank] += extents[number].numel * extents[number].itemsize
 
 
-def _pieces(
-    segments: list[Segment], extents: Sequence[Extent], piece_bytes: int, cut_whole: bool
-) -> Iterator[Piece]:
+def _pieces(segments: list[Segment], extents: Sequence[Extent], piece_bytes: int) -> Iterator[Piece]:
     packed: dict[Hashable, list[Segment]] = defaultdict(list)
     sizes: dict[Hashable, int] = defaultdict(int)
     for segment in segments:
         extent = extents[segment.parameter]
         nbytes = segment.numel * extent.itemsize
         if nbytes >= min(SMALL_BYTES, piece_bytes):
-            yield from _cut(segment, -(-nbytes // piece_bytes) if cut_whole or not extent.whole else 1)
+            yield from _cut(segment, 1 if extent.in_one_piece else -(-nbytes // piece_bytes))
             continue
         if sizes[extent.space] + nbytes > piece_bytes:
             yield tuple(packed.pop(extent.space))

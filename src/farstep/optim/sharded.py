@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -23,6 +23,7 @@ from farstep.optim.sharded_clip import coefficient_of, total_norm
 from farstep.optim.sharded_seats import check_group, seat_of
 from farstep.optim.state_dicts import name_of_class
 from farstep.optim.zero import Zero
+from farstep.state.neighbours import Neighbours
 from farstep.state.optim_seats import Seat
 
 __all__ = ["ShardedOptimizer"]
@@ -50,6 +51,8 @@ class ShardedOptimizer(Optimizer):
         elementwise: whether the class treats every element by itself. If it is None, that is known of torch's classes and not believed of others, which own
             whole parameters instead of equal ranges.
         bucket_bytes: how much of the parameters travels at once.
+        same_host: whether ranks read each other's memory instead of sending messages. None: where they can, that is, on one host whose rules allow it.
+            True raises where they cannot.
 
     Every rank makes it, steps, clips, loads and saves at the same time as the others: these communicate.
     """
@@ -64,6 +67,7 @@ class ShardedOptimizer(Optimizer):
         reduce_gradients: bool = True,
         elementwise: bool | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        same_host: bool | None = None,
         **kwargs: Any,
     ) -> None:
         if shard not in SHARD:
@@ -75,6 +79,7 @@ class ShardedOptimizer(Optimizer):
         self._is_ready = False
         self._make = optimizer_class
         self._reduce_gradients, self._bucket_bytes = reduce_gradients, bucket_bytes
+        self._same_host = same_host
         kind = optimizer_class.func if isinstance(optimizer_class, functools.partial) else optimizer_class
         self._elementwise = elementwise if elementwise is not None else kind in ELEMENTWISE
         self._ranks = dist.get_world_size(process_group) if dist.is_initialized() else 1
@@ -154,6 +159,7 @@ class ShardedOptimizer(Optimizer):
                 bucket_bytes=self._bucket_bytes,
                 elementwise=self._elementwise,
                 reduce_gradients=self._reduce_gradients,
+                neighbours=self._neighbours(parameters),
             )
             zeros.append(zero)
             parts = {name: Part(zero, i, self.process_group) for i, name in enumerate(names)}
@@ -162,6 +168,17 @@ class ShardedOptimizer(Optimizer):
             member = parts.get(name) or member_of(name, parameter, self.process_group)
             members[number - first].append(member)
         return members, zeros
+
+    def _neighbours(self, parameters: Sequence[Tensor]) -> Neighbours | None:
+        if self._same_host is False or any(p.device.type != "cpu" for p in parameters):
+            return None
+        found = Neighbours.of(self.process_group)
+        if found is None and self._same_host:
+            raise OptimError(
+                "same_host=True, and the ranks cannot read each other's memory: they are on several hosts, belong to several users, or a rule such as "
+                "kernel.yama.ptrace_scope forbids it. Leave same_host out, and they send messages"
+            )
+        return found
 
     def _check_same(self, groups: list[NamedGroup]) -> None:
         facts = {"the optimizer class": name_of_class(self._make)}

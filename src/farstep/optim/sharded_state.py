@@ -7,6 +7,7 @@ description of the rest.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from farstep.optim.elementwise import ELEMENTWISE
 from farstep.optim.fitting import twin_of
 from farstep.optim.groups import copied
 from farstep.optim.members import Member, kind_of
+from farstep.optim.room import Room, aligned
 from farstep.optim.state_dicts import build, plan_load
 from farstep.state import Box, Layout, Shards, Spread, exchange, local_tensors, plan, respread, shards_of
 
@@ -32,9 +34,19 @@ __all__ = ["load", "read"]
 
 @dataclass
 class _Number:
-    """Something without a shape, which is the same for all parts of a parameter."""
+    """Something without a shape, which is the same for all parts of a parameter. Of a tensor the number, which is pickled faster by far."""
 
     value: Any
+    dtype: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, value: Any) -> _Number:
+        if isinstance(value, Tensor) and value.device.type == "cpu":
+            return cls(value.item(), value.dtype)
+        return cls(value)
+
+    def copy(self) -> Any:
+        return copied(self.value) if self.dtype is None else torch.tensor(self.value, dtype=self.dtype)
 
 
 @dataclass
@@ -59,11 +71,14 @@ def read(optimizer: ShardedOptimizer, full: bool, rank0_only: bool, cpu_offload:
     sources: dict[str, Shards] = {}
     targets: dict[str, Shards] = {}
     receives = not rank0_only or rank == 0
+    wholes: dict[tuple[tuple[int, ...], torch.dtype], Spread] = {}
+    ranks = [0] if rank0_only else range(optimizer._ranks)
+    room = Room(_nbytes(schema) if full and receives else 0)
     for member in _members(optimizer):
         for key, entry in schema.get(member.name, {}).items():
             state = states.setdefault(member.name, {})
             if isinstance(entry, _Number):
-                state[key] = copied(entry.value)
+                state[key] = entry.copy()
                 continue
             tensors = [each[key] for each in held[member.name] if key in each]
             if not full:
@@ -71,10 +86,12 @@ def read(optimizer: ShardedOptimizer, full: bool, rank0_only: bool, cpu_offload:
                 continue
             label = _label(member.name, key)
             sources[label] = _shards(member, entry, tensors, rank, optimizer._ranks)
-            ranks = [0] if rank0_only else range(optimizer._ranks)
             device = torch.device("cpu") if cpu_offload else _device(member)
-            whole = [torch.empty(entry.shape, dtype=entry.dtype, device=device)] if receives else []
-            targets[label] = Shards(Spread.whole(entry.shape, entry.dtype, ranks), whole)
+            whole = [room.take(entry.shape, entry.dtype, device)] if receives else []
+            kind = entry.shape, entry.dtype
+            if kind not in wholes:
+                wholes[kind] = Spread.whole(*kind, ranks)
+            targets[label] = Shards(wholes[kind], whole)
             if receives:
                 state[key] = whole[0]
     if full:
@@ -134,6 +151,11 @@ def load(optimizer: ShardedOptimizer, given: Any, strict: bool, broadcast_from_r
     optimizer._adopt_all()
 
 
+def _nbytes(schema: Entries) -> int:
+    entries = [entry for state in schema.values() for entry in state.values() if isinstance(entry, _Spread)]
+    return sum(aligned(math.prod(entry.shape) * entry.dtype.itemsize) for entry in entries)
+
+
 # -- what there is ----------------------------------------------------------------------------------------
 
 
@@ -162,7 +184,7 @@ def _schema(optimizer: ShardedOptimizer, held: dict[str, list[dict[str, Any]]]) 
             for key, value in state.items():
                 known = found.setdefault(member.name, {})
                 if not isinstance(value, Tensor) or value.dim() == 0:
-                    known.setdefault(key, _Number(value))
+                    known.setdefault(key, _Number.of(value))
                 elif value.shape == shadow.shape:
                     known.setdefault(key, _Spread(member.shape, value.dtype))
                 elif member.takes_any_shape:
@@ -238,7 +260,7 @@ def _described(
     if not isinstance(value, Tensor):
         return _Number(value), []
     if value.dim() == 0:
-        return _Number(local_tensors(value)[0]), []
+        return _Number.of(local_tensors(value)[0]), []
     if value.layout is not torch.strided and kind_of(value) == "Tensor":
         raise StateMismatch(
             f"the state {key!r} of parameter {name!r} is {value.layout}; nothing has been loaded"
@@ -285,7 +307,7 @@ def _targets(
         for key, entry in wanted[member.name].items():
             if isinstance(entry, _Number):
                 for state in mine:
-                    state[key] = copied(entry.value)
+                    state[key] = entry.copy()
                 continue
             if entry.shape == member.shape:
                 tensors = [

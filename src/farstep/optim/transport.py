@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,15 +18,27 @@ from torch import Tensor
 from farstep.errors import OptimError
 from farstep.optim.partition import Piece
 
-__all__ = ["Transport"]
+__all__ = ["BROKEN", "Gather", "Live", "Transport", "in_place", "pack", "room_for"]
 
 DEPTH = 3
 """Pieces under way at once. One is not enough to overlap; more only take memory."""
 GRADIENTS, VALUES = 0, 1
 """Tags."""
 
+BROKEN = "Some parameters may have been updated and others not: start again from a checkpoint"
+
 Live = list[list[int]]
 """For each rank, the numbers of those of its pieces that take part."""
+
+
+class Gather(Protocol):
+    """Brings updated pieces to the other ranks, and theirs into place."""
+
+    def publish(self, n: int) -> None:
+        """This rank's piece of the n-th round is updated."""
+
+    def finish(self) -> None:
+        """All are."""
 
 
 @dataclass
@@ -61,8 +74,7 @@ class _Post:
             except RuntimeError as exc:
                 peer = f"rank {self.ops[i].peer}" if len(self.works) == len(self.ops) else "another rank"
                 raise OptimError(
-                    f"rank {dist.get_rank()}: {self.what} {peer} failed: {exc}. That rank has died or does not step too. Some parameters may have "
-                    f"been updated and others not: start again from a checkpoint"
+                    f"rank {dist.get_rank()}: {self.what} {peer} failed: {exc}. That rank has died or does not step too. {BROKEN}"
                 ) from exc
 
 
@@ -157,7 +169,7 @@ class Transport:
             into.add_(term)
         return into if own.dtype is torch.float16 else into.div_(self._ranks)
 
-    def gather(self, values: Sequence[Tensor], live: Live) -> _Gather:
+    def gather(self, values: Sequence[Tensor], live: Live) -> Gather:
         return _Gather(self, values, live)
 
     def _post_values(self, n: int, values: Sequence[Tensor], live: Live) -> _Post:
@@ -170,10 +182,8 @@ class Transport:
         for rank, peer in self._peers:
             if n < len(live[rank]):
                 about = self._owned[rank][live[rank][n]]
-                into = in_place(values, about)
-                if into is None:
-                    into, unpack = _box_for(values, about)
-                    then.append(unpack)
+                into, unpack = room_for(values, about)
+                then.append(unpack)
                 ops.append(dist.P2POp(dist.irecv, into, peer, self._group, VALUES))
         return self._begin(ops, then, f"exchanging the values of {self._name(about)} with")
 
@@ -188,14 +198,13 @@ class Transport:
 
 
 class _Gather:
-    """Updated pieces to the others, and theirs into place."""
+    """By messages, round by round."""
 
     def __init__(self, transport: Transport, values: Sequence[Tensor], live: Live) -> None:
         self._transport, self._values, self._live = transport, values, live
         self._posts: deque[_Post] = deque()
 
     def publish(self, n: int) -> None:
-        """This rank's n-th piece is updated."""
         self._posts.append(self._transport._post_values(n, self._values, self._live))
         if len(self._posts) > DEPTH:
             self._posts.popleft().finish()
@@ -229,8 +238,11 @@ def pack(tensors: Sequence[Tensor | None], like: Sequence[Tensor], piece: Piece)
     return torch.cat(parts)
 
 
-def _box_for(values: Sequence[Tensor], piece: Piece) -> tuple[Tensor, Callable[[], None]]:
-    """Memory for a piece of several parameters, and what puts it in its places."""
+def room_for(values: Sequence[Tensor], piece: Piece) -> tuple[Tensor, Callable[[], None]]:
+    """Where to receive a piece: in place, where it can be, else a buffer. And what then puts it in its places."""
+    view = in_place(values, piece)
+    if view is not None:
+        return view, _nothing
     first = values[piece[0].parameter]
     buffer = torch.empty(sum(s.numel for s in piece), dtype=first.dtype, device=first.device)
 
@@ -245,3 +257,7 @@ def _box_for(values: Sequence[Tensor], piece: Piece) -> tuple[Tensor, Callable[[
             at += s.numel
 
     return buffer, unpack
+
+
+def _nothing() -> None:
+    pass

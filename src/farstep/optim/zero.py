@@ -16,11 +16,16 @@ from torch.autograd.graph import increment_version
 
 from farstep.errors import OptimError
 from farstep.optim import fast
+from farstep.optim.direct import Direct
 from farstep.optim.partition import Extent, Segment, divide
 from farstep.optim.transport import Transport
 from farstep.state import Box, Shards, Spread, flat_boxes
+from farstep.state.neighbours import Neighbours
 
 __all__ = ["Update", "Zero"]
+
+CACHED_BYTES = 4 << 20
+"""Pieces that are read from memory are best no larger: what was read is still in the cache when it is used."""
 
 Update = Callable[[Mapping[int, list[Tensor]]], None]
 """Runs the optimizer on these of its parameters, by the number of their group."""
@@ -39,6 +44,7 @@ class Zero:
         bucket_bytes: int,
         elementwise: bool,
         reduce_gradients: bool,
+        neighbours: Neighbours | None = None,
     ) -> None:
         self.names, self.parameters, self.numbers = names, parameters, numbers
         self._group, self._elementwise, self._reduce = group, elementwise, reduce_gradients
@@ -48,14 +54,19 @@ class Zero:
                 p.numel(),
                 p.element_size(),
                 (number, p.dtype, p.device),
-                whole=not elementwise or not p.is_contiguous(),
+                whole=not elementwise,
+                in_one_piece=not p.is_contiguous(),
             )
             for p, number in zip(parameters, numbers, strict=True)
         ]
-        # A rank has a buffer for each other rank, so that memory stays the same however many there are.
-        piece_bytes = max(bucket_bytes // (ranks - 1), 1)
-        self._owned = divide(extents, ranks, piece_bytes, cut_whole=not elementwise)
-        self._transport = Transport(group, self._owned, names)
+        if neighbours is not None:
+            piece_bytes = min(bucket_bytes, CACHED_BYTES)
+            self._owned = divide(extents, ranks, piece_bytes)
+            self._transport: Transport = Direct(group, self._owned, names, neighbours)
+        else:
+            # A rank has a buffer for each other rank, so that memory stays the same however many there are.
+            self._owned = divide(extents, ranks, max(bucket_bytes // (ranks - 1), 1))
+            self._transport = Transport(group, self._owned, names)
         self.held: list[dict[int, list[Segment]]] = [{} for _ in parameters]
         """Of each parameter: which ranks own what."""
         for rank, pieces in enumerate(self._owned):
@@ -69,6 +80,7 @@ class Zero:
             segment: self._shadow(segment) for held in self.held for segment in held.get(self._rank, ())
         }
         """What the optimizer works on here."""
+        self._spreads: dict[tuple[int, torch.dtype], Spread] = {}
         self._addresses = [p.data_ptr() for p in parameters]
         self._reduced: list[tuple[Tensor | None, int]] | None = None
         """The gradients as `reduce` left them, and their versions."""
@@ -270,11 +282,15 @@ class Zero:
 
     def spread(self, number: int, dtype: torch.dtype) -> Spread:
         """Of a state that has the parameter's shape."""
+        known = self._spreads.get((number, dtype))
+        if known is not None:
+            return known
         shape = self.parameters[number].shape
         boxes = {
             rank: [box for s in held for box in self._boxes(s)] for rank, held in self.held[number].items()
         }
-        return Spread.of(shape, dtype, boxes)
+        self._spreads[number, dtype] = Spread.of(shape, dtype, boxes)
+        return self._spreads[number, dtype]
 
     def shards(self, number: int, tensors: Sequence[Tensor], dtype: torch.dtype) -> Shards:
         """A state that has the parameter's shape, from what each shadow of this rank's has of it."""

@@ -4,7 +4,7 @@ A `Layout` says which rank holds which boxes of which tensor; `plan` lists the c
 """
 
 from farstep.state.adapters import layout_of, like, local_tensors, named_shards, on_rank, shards_of
-from farstep.state.box import Box, flat_boxes
+from farstep.state.box import Box, flat_boxes, missing
 from farstep.state.exchange import exchange, respread
 from farstep.state.layout import Layout, Spread
 from farstep.state.optim_entries import RankOwned
@@ -26,6 +26,7 @@ __all__ = [
     "like",
     "load_optim_state_dict",
     "local_tensors",
+    "missing",
     "named_shards",
     "on_rank",
     "optim_state_dict",

@@ -20,7 +20,7 @@ class Box:
     def __post_init__(self) -> None:
         if len(self.offsets) != len(self.sizes):
             raise ValueError(f"a box has one size for each offset, not {self.offsets} and {self.sizes}")
-        if any(n < 0 for n in self.offsets) or any(n < 0 for n in self.sizes):
+        if self.sizes and (min(self.offsets) < 0 or min(self.sizes) < 0):
             raise ValueError(f"a box has no negative offsets or sizes: {self.offsets} and {self.sizes}")
 
     @classmethod

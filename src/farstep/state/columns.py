@@ -12,7 +12,10 @@ import numpy as np
 from farstep.state.box import Box
 from farstep.state.sweep import Boxes, Ints, spans
 
-__all__ = ["Columns", "SpreadColumns"]
+__all__ = ["ALL", "Columns", "SpreadColumns"]
+
+ALL = slice(None)
+"""All rows, without a copy."""
 
 
 class SpreadColumns(Protocol):
@@ -27,8 +30,7 @@ class SpreadColumns(Protocol):
 class Columns:
     """The boxes that have elements: `tensor`, `rank`, and `start[d]` and `stop[d]` for every dimension.
 
-    Tensors of fewer dimensions than the most are as if they had more, of size 1, at the end. `number` is a box's place among those of
-    its rank, the ones without elements included.
+    Tensors of fewer dimensions than the most are as if they had more, of size 1, at the end.
     """
 
     def __init__(self, spreads: Sequence[SpreadColumns]) -> None:
@@ -39,15 +41,15 @@ class Columns:
         self.rank = _joined([spread.ranks for spread in spreads])
         self.tensor = np.repeat(np.arange(len(spreads), dtype=np.int64), counts)
         self.start = np.zeros((self.depth, len(self.rank)), dtype=np.int64)
-        self.stop = np.ones((self.depth, len(self.rank)), dtype=np.int64)
+        self.stop = np.empty_like(self.start)
         at = 0
         for i, spread in enumerate(spreads):
             end, dims = at + len(spread.ranks), len(spread.shape)
             self.sides[:dims, i] = spread.shape
             self.start[:dims, at:end] = spread.offsets.T
-            self.stop[:dims, at:end] = spread.sizes.T
+            np.add(spread.offsets.T, spread.sizes.T, out=self.stop[:dims, at:end])
+            self.stop[dims:, at:end] = 1
             at = end
-        self.stop += self.start
         self._all_ranks, self._all_tensors = self.rank, self.tensor
         self._kept: Ints | None = None
         full = (self.start < self.stop).all(axis=0)
@@ -59,40 +61,40 @@ class Columns:
     def __len__(self) -> int:
         return len(self.rank)
 
+    def number(self, rows: Ints) -> Ints:
+        """A box's place among those of its rank, the ones without elements included."""
+        return np.zeros(len(rows), dtype=np.int64) if self._numbers is None else self._numbers[rows]
+
     @cached_property
-    def number(self) -> Ints:
-        numbers = np.zeros(len(self._all_ranks), dtype=np.int64)
-        if len(numbers):
-            owner = self._all_tensors * (int(self._all_ranks.max()) + 1) + self._all_ranks
-            if not (owner[1:] > owner[:-1]).all():
-                order = np.argsort(owner, kind="stable")
-                new = np.diff(owner[order], prepend=-1) != 0
-                first = np.flatnonzero(new)
-                place = np.arange(len(owner), dtype=np.int64)
-                numbers[order] = place - first[np.cumsum(new) - 1]
+    def _numbers(self) -> Ints | None:
+        """None if no rank has two boxes of a tensor."""
+        rank, tensor = self._all_ranks, self._all_tensors
+        if ((rank[1:] > rank[:-1]) | (tensor[1:] != tensor[:-1])).all():
+            return None
+        owner = tensor * (int(rank.max()) + 1) + rank
+        order = np.argsort(owner, kind="stable")
+        new = np.diff(owner[order], prepend=-1) != 0
+        first = np.flatnonzero(new)
+        numbers = np.empty_like(owner)
+        numbers[order] = np.arange(len(owner), dtype=np.int64) - first[np.cumsum(new) - 1]
         return numbers if self._kept is None else numbers[self._kept]
 
-    @cached_property
-    def key(self) -> Ints:
+    def key(self, rows: Ints | slice) -> Ints:
         """Where a box's first element is, with all tensors one after the other. Boxes that do not overlap differ in it."""
-        return self.place(self.tensor, self.start, self.cut)
-
-    def place(self, tensor: Ints, offsets: Ints, cut: Sequence[bool]) -> Ints:
-        """The element at `offsets` of a tensor, counted over all tensors, one after the other, row by row. Where not `cut`, they are 0."""
-        numels = [math.prod(shape) for shape in self.shapes]
-        place: Ints = (np.cumsum(numels, dtype=np.int64) - np.array(numels, dtype=np.int64))[tensor]
+        numels = np.array([math.prod(shape) for shape in self.shapes], dtype=np.int64)
+        tensor = self.tensor[rows]
+        key: Ints = (np.cumsum(numels) - numels)[tensor]
         stride = np.ones(len(self.shapes), dtype=np.int64)
         for d in reversed(range(self.depth)):
-            if cut[d]:
-                place += offsets[d] * stride[tensor]
+            if self.cut[d]:
+                key += self.start[d][rows] * stride[tensor]
             stride *= self.sides[d]
-        return place
+        return key
 
-    @cached_property
-    def numel(self) -> Ints:
-        numel = np.ones(len(self), dtype=np.int64)
+    def numel(self, rows: Ints | slice = ALL) -> Ints:
+        numel = np.ones(len(self.tensor[rows]), dtype=np.int64)
         for d in range(self.depth):
-            numel *= self.stop[d] - self.start[d]
+            numel *= self.stop[d][rows] - self.start[d][rows]
         return numel
 
     @cached_property
@@ -112,12 +114,11 @@ class Columns:
         lead: Ints = np.argmax(cuts, axis=0)
         return lead
 
-    def boxes(self, rows: Ints | None, other: Columns, lead: Ints) -> Boxes:
+    def boxes(self, rows: Ints | slice, other: Columns, lead: Ints) -> Boxes:
         """For `meet` with boxes of the other: `lead` comes first, and dimensions that neither cuts are left out."""
-        some = slice(None) if rows is None else rows
-        tensor = self.tensor[some]
+        tensor = self.tensor[rows]
         dims = [d for d in range(self.depth) if self.cut[d] or other.cut[d]]
-        start, stop = [self.start[d][some] for d in dims], [self.stop[d][some] for d in dims]
+        start, stop = [self.start[d][rows] for d in dims], [self.stop[d][rows] for d in dims]
         for at, d in enumerate(dims[1:], 1):
             swap = (lead == d)[tensor]
             if swap.any():
@@ -136,15 +137,20 @@ class Columns:
         places = np.flatnonzero(found)
         return places if order is None else np.sort(order[places])
 
-    def are_apart(self, rows: Ints) -> bool:
-        """Whether those boxes do not even meet on the line: then they don't overlap. If they do, they still may not."""
+    def are_apart(self, rows: Ints | slice) -> bool:
+        """Whether those boxes come one after the other on the line: then they don't overlap. If not, they still may not."""
+        if sum(self.cut) == 1:
+            start, stop, tensor = (
+                c[rows] for c in (self.start[self.lead[0]], self.stop[self.lead[0]], self.tensor)
+            )
+            return bool(((start[1:] >= stop[:-1]) | (tensor[1:] != tensor[:-1])).all())
         x, y = self._on_line(self, rows)
         return bool((x[1:] >= y[:-1]).all())
 
     @cached_property
     def _line(self) -> tuple[Ints | None, Ints, Ints]:
         """All boxes along their tensors' leading dimensions: their order, where each starts, and how far all up to it reach."""
-        x, y = self._on_line(self, slice(None))
+        x, y = self._on_line(self, ALL)
         order = None
         if not (x[1:] >= x[:-1]).all():
             order = np.argsort(x, kind="stable")

@@ -25,6 +25,7 @@ from farstep.state.agreement import agree
 from farstep.state.layout import Layout
 from farstep.state.local import Local
 from farstep.state.messages import Arena, Message, aligned, messages
+from farstep.state.neighbours import Neighbours
 from farstep.state.plans import Plan
 from farstep.state.reshard import plan as plan_copies
 from farstep.state.shards import Shards
@@ -50,6 +51,7 @@ def exchange(
     progress: Progress | None = None,
     timeout_s: float | None = None,
     check: bool = True,
+    same_host: bool | None = None,
 ) -> None:
     """Fill `target` from `source`, on all ranks of the group at once.
 
@@ -62,10 +64,13 @@ def exchange(
     itself. `timeout_s` bounds the wait for each message, by default the group's timeout does.
 
     Before anything is sent, ranks compare what they are to send one another, and whether each has its tensors; `check=False` leaves
-    that out, on all ranks alike. Raises LayoutError if local tensors don't fit the layout, StateError if a target shares memory with a source
+    that out, on all ranks alike. Where the ranks of a gloo group can read each other's memory, large regions are read and not sent; not with
+    `same_host=False`. Raises LayoutError if local tensors don't fit the layout, StateError if a target shares memory with a source
     that goes elsewhere, ExchangeError if ranks disagree or one is lost or late; then targets may be partly written.
     """
-    _exchange(plan, None, source, target, group, _Options(budget_bytes, progress, timeout_s, check))
+    _exchange(
+        plan, None, source, target, group, _Options(budget_bytes, progress, timeout_s, check, same_host)
+    )
 
 
 @torch.no_grad()
@@ -78,6 +83,7 @@ def respread(
     progress: Progress | None = None,
     timeout_s: float | None = None,
     check: bool = True,
+    same_host: bool | None = None,
 ) -> None:
     """Fill the target's tensors from the source's, on all ranks at once: each plans its part and runs it. Options as for `exchange`.
 
@@ -98,7 +104,7 @@ def respread(
         {name: each.tensors for name, each in source.items()},
         {name: each.tensors for name, each in target.items()},
         group,
-        _Options(budget_bytes, progress, timeout_s, check),
+        _Options(budget_bytes, progress, timeout_s, check, same_host),
     )
 
 
@@ -108,6 +114,7 @@ class _Options:
     progress: Progress | None
     timeout_s: float | None
     check: bool
+    same_host: bool | None
 
     def __post_init__(self) -> None:
         if self.budget_bytes < _LEAST_BUDGET_BYTES:
@@ -172,7 +179,16 @@ def _exchange(
     if local is None or failure is not None:
         assert failure is not None
         raise failure
-    _Run(local, place, options).run()
+    _Run(local, place, options, _neighbours(place, options)).run()
+
+
+def _neighbours(place: _Place, options: _Options) -> Neighbours | None:
+    if place.ranks == 1 or options.same_host is False or place.device is None:
+        return None
+    found = Neighbours.known(place.group)
+    if found is None and options.same_host:
+        raise ExchangeError("same_host=True, and the ranks cannot read each other's memory")
+    return found
 
 
 class _Begun:
@@ -189,20 +205,95 @@ class _Begun:
 class _Run:
     """The messages of one rank, begun and finished in the order that all share."""
 
-    def __init__(self, local: Local, place: _Place, options: _Options) -> None:
+    def __init__(self, local: Local, place: _Place, options: _Options, neighbours: Neighbours | None) -> None:
         self._local, self._place, self._options = local, place, options
+        self._neighbours = neighbours
         self._begun: deque[_Begun] = deque()
         self._bytes_done = 0
         self._most_bytes = 0  # that packing could ever take
         self._arena: Arena | None = None
+        self._readers: dict[tuple[int, bool], _Begun] = {}
+        """Between whom memory is read: the first message to or from each."""
 
     def run(self) -> None:
-        to_begin = deque(self._ordered())
+        ordered = self._ordered()
+        to_begin = deque(ordered if self._neighbours is None else self._read(ordered, self._neighbours))
         self._begin(to_begin)
         self._keep()
         while self._begun:
             self._finish(self._begun.popleft())
             self._begin(to_begin)
+        self._part()
+
+    def _read(self, ordered: list[_Begun], neighbours: Neighbours) -> list[_Begun]:
+        """Take what lies in one piece in the giver's memory from there. What is left is to be sent.
+
+        First every giver tells its takers where each of its messages lies, 0 if it is to be packed; in the end every taker says that it has read.
+        """
+        firsts: dict[tuple[int, bool], _Begun] = {}
+        lying: dict[tuple[int, bool], list[int]] = {}
+        for each in ordered:
+            firsts.setdefault((each.peer, each.sending), each)
+            memory = self._in_place(each) if each.sending else None
+            lying.setdefault((each.peer, each.sending), []).append(0 if memory is None else memory.data_ptr())
+        addresses = {key: torch.tensor(found, dtype=torch.int64) for key, found in lying.items()}
+        self._swap(firsts, addresses)
+        self._readers = firsts
+        places = {key: iter(found.tolist()) for key, found in addresses.items()}
+        left = []
+        for each in ordered:
+            address = next(places[each.peer, each.sending])
+            if not address:
+                left.append(each)
+            elif not each.sending:
+                self._read_message(each, address, neighbours)
+        return left
+
+    def _part(self) -> None:
+        """Nobody goes on while another may still read its memory."""
+        self._swap(
+            {(peer, not sending): first for (peer, sending), first in self._readers.items()},
+            {(peer, not sending): torch.zeros(1) for peer, sending in self._readers},
+        )
+
+    def _swap(self, firsts: dict[tuple[int, bool], _Begun], tensors: dict[tuple[int, bool], Tensor]) -> None:
+        """Send or receive one tensor for each peer and direction. An error names the first message between the two."""
+        group, begun = self._place.group, []
+        for (peer, sending), first in firsts.items():
+            tensor = tensors[peer, sending]
+            try:
+                if sending:
+                    begun.append((first, dist.isend(tensor, group=group, group_dst=peer, tag=_TAG)))
+                else:
+                    begun.append((first, dist.irecv(tensor, group=group, group_src=peer, tag=_TAG)))
+            except RuntimeError as exc:
+                raise self._failure(first, exc) from exc
+        for first, work in begun:
+            assert work is not None
+            self._wait(first, work)
+
+    def _wait(self, each: _Begun, work: dist.Work) -> None:
+        timeout = self._options.timeout
+        try:
+            work.wait() if timeout is None else work.wait(timeout)
+        except RuntimeError as exc:
+            raise self._failure(each, exc) from exc
+
+    def _read_message(self, each: _Begun, address: int, neighbours: Neighbours) -> None:
+        memory = self._in_place(each)
+        if memory is None:
+            memory = each.packed = self._room(each.message.nbytes)
+            assert memory is not None  # nothing else is under way yet
+        nbytes = each.message.nbytes
+        try:
+            neighbours.read(each.peer, [(address, nbytes)], [(memory.data_ptr(), nbytes)])
+        except ExchangeError as exc:
+            raise self._failure(each, exc) from exc
+        if each.packed is not None:
+            self._unpack(each)
+            assert self._arena is not None
+            self._arena.give_back()
+        self._done(nbytes)
 
     def _ordered(self) -> list[_Begun]:
         """See [Note: messages in one order]"""
@@ -253,11 +344,7 @@ class _Run:
 
     def _finish(self, each: _Begun) -> None:
         assert each.work is not None
-        timeout = self._options.timeout
-        try:
-            each.work.wait() if timeout is None else each.work.wait(timeout)
-        except RuntimeError as exc:
-            raise self._failure(each, exc) from exc
+        self._wait(each, each.work)
         if each.packed is not None:
             if not each.sending:
                 self._unpack(each)

@@ -180,7 +180,7 @@ class Layout(Mapping[str, Spread]):
         """What a rank holds, by name; an empty list where it holds nothing."""
         return {name: spread.boxes(rank) for name, spread in self.items()}
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         return tuple(self._spreads)
 
@@ -196,7 +196,7 @@ class Layout(Mapping[str, Spread]):
         itemsize = np.array([spread.dtype.itemsize for spread in self.values()], dtype=np.int64)
         columns = self.columns
         sizes = np.zeros(int(columns.rank.max()) + 1, dtype=np.int64)
-        np.add.at(sizes, columns.rank, columns.numel * itemsize[columns.tensor])
+        np.add.at(sizes, columns.rank, columns.numel() * itemsize[columns.tensor])
         return {int(rank): int(sizes[rank]) for rank in np.unique(columns.rank)}
 
     def check(self) -> None:

@@ -44,8 +44,9 @@ class Local:
         self.bytes_kept = int(plan.nbytes[self.kept].sum())
         self._source = _Held(plan.source, rank, source, plan, gives)
         self._target = _Held(plan.target, rank, target, plan, takes)
-        self.kept = np.array([row for row in self.kept.tolist() if not self._stays(row)], dtype=np.int64)
-        self._check_memory()
+        if self._shared() is not None:
+            self.kept = np.array([row for row in self.kept.tolist() if not self._stays(row)], dtype=np.int64)
+            self._check_memory()
 
     def copies(self, rows: Ints, sending: bool) -> Iterator[tuple[str, int, Box, int]]:
         """Name, number of the local tensor, box and itemsize of each."""
@@ -89,17 +90,23 @@ class Local:
 
     def _check_memory(self) -> None:
         """Nothing may be written where something is still to be read."""
+        shared = self._shared()
+        if shared is not None:
+            raise StateError(
+                f"the target {shared[1]} shares memory with the source {shared[0]}, and may be written before that is read. "
+                "Copy one of them first"
+            )
+
+    def _shared(self) -> tuple[str, str] | None:
+        """A source and a target, if there are any, of which one begins before the other ends."""
         ends: list[tuple[int, str] | None] = [None, None]
         for begin, end, side, what in sorted([*self._source.spans(0), *self._target.spans(1)]):
-            other = ends[1 - side]
+            other, mine = ends[1 - side], ends[side]
             if other is not None and begin < other[0]:
-                one, another = (what, other[1]) if side else (other[1], what)
-                raise StateError(
-                    f"the target {one} shares memory with the source {another}, and may be written before that is read. Copy one of them first"
-                )
-            mine = ends[side]
+                return (other[1], what) if side else (what, other[1])
             if mine is None or end > mine[0]:
                 ends[side] = end, what
+        return None
 
 
 class _Held:
@@ -119,13 +126,14 @@ class _Held:
             name = plan.names[index]
             if name not in given:
                 raise LayoutError(f"rank {rank} was given no tensors of {name!r}, and has boxes of it")
-            check_tensors(name, layout[name], rank, given[name])
-            for number, box in enumerate(layout[name].boxes(rank)):
+            boxes = check_tensors(name, layout[name], rank, given[name])
+            for number, box in enumerate(boxes):
                 self.tensors[name, number] = given[name][number].detach()
                 self._boxes[name, number] = box
 
     def view(self, name: str, number: int, box: Box) -> Tensor:
-        return self.tensors[name, number][box.within(self._boxes[name, number]).slices]
+        tensor, held = self.tensors[name, number], self._boxes[name, number]
+        return tensor if box == held else tensor[box.within(held).slices]
 
     def spans(self, side: int) -> Iterator[tuple[int, int, int, str]]:
         """Where in memory each begins and ends. Only addresses of one device tell anything, but those of others seldom clash."""

@@ -37,7 +37,10 @@ class Message:
 
 
 def messages(copies: Iterable[tuple[str, int, Box, int]], limit_bytes: int) -> Iterator[Message]:
-    """Copies, each as name, number of the local tensor, box and itemsize, as messages of at most `limit_bytes`, in their order."""
+    """Copies, each as name, number of the local tensor, box and itemsize, as messages of at most `limit_bytes`.
+
+    Small ones wait for others to be packed with while large ones go ahead.
+    """
     packed: list[Piece] = []
     end = 0
     for name, number, box, itemsize in copies:

@@ -38,7 +38,7 @@ class Plan:
 
     Copy i takes the box `offsets[i]`, `sizes[i]` of the tensor `names[tensor[i]]` from the local tensor number `source_box[i]` of
     `source_rank[i]` to number `target_box[i]` of `target_rank[i]`. Tensors of fewer dimensions than the most have offsets of 0
-    and sizes of 1 at the end. The order is by the target's boxes, and in each by the place of the first element.
+    and sizes of 1 at the end. The order is by the target's boxes, and in each by where the source's begin.
     """
 
     source: Layout

@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from farstep.errors import LayoutError
 from farstep.state.box import Box, missing
+from farstep.state.columns import ALL
 from farstep.state.layout import Layout
 from farstep.state.plans import Copy, Plan
 from farstep.state.replicas import Replicas, check_overlaps
@@ -30,7 +31,7 @@ def plan(source: Layout, target: Layout, rank: int | None = None) -> Plan:
     if rank is None:
         here.check()
         target.check()
-        copies = _Copies(here, here.replicas, target, None)
+        copies = _Copies(here, here.replicas, target, ALL)
         copies.check_whole()
         return copies.plan(source, target, None)
     s, t = here.columns, target.columns
@@ -41,9 +42,7 @@ def plan(source: Layout, target: Layout, rank: int | None = None) -> Plan:
     taken = _Copies(here, givers, target, takes)
     taken.check_whole()
     held = s.near(s, gives)
-    held = held[
-        np.isin(s.key[held], s.key[gives])
-    ]  # what this rank gives, with all others that hold the same
+    held = held[np.isin(s.key(held), s.key(gives))]  # its boxes, wherever they are
     takers = t.near(s, gives)
     given = _Copies(here, Replicas(names, s, held), target, takers[t.rank[takers] != rank])
     return taken.plan(source, target, rank, given.only(s.rank[given.giver] == rank))
@@ -65,49 +64,44 @@ def _check_alike(source: Layout, target: Layout) -> None:
 
 
 class _Copies:
-    """From boxes of the source, each once, to boxes of the target, ordered by these: `giver` and `taker` are rows of the columns."""
+    """From boxes of the source, each once, to boxes of the target, ordered by these and then by those: `giver` and `taker` are rows of the columns."""
 
-    def __init__(self, source: Layout, givers: Replicas, target: Layout, takers: Ints | None) -> None:
+    def __init__(self, source: Layout, givers: Replicas, target: Layout, takers: Ints | slice) -> None:
         s, t = source.columns, target.columns
         self._names, self._s, self._t, self._takers = target.names, s, t, takers
         i, j = meet(s.boxes(givers.distinct, t, s.lead), t.boxes(takers, s, s.lead))
-        taker = j if takers is None else takers[j]
-        model = givers.distinct[i]
-        tensor = t.tensor[taker]
-        cut = [a or b for a, b in zip(s.cut, t.cut, strict=True)]
-        start = np.empty((t.depth, len(i)), dtype=np.int64)
-        size = np.empty_like(start)
-        for d in range(t.depth):
-            if cut[d]:
-                np.maximum(s.start[d][model], t.start[d][taker], out=start[d])
-                np.minimum(s.stop[d][model], t.stop[d][taker], out=size[d])
-                size[d] -= start[d]
-            else:
-                start[d] = 0
-                size[d] = t.sides[d][tensor]
-        order = _order(taker, t.place(tensor, start, cut))
+        order = _order(j, i)
         if order is not None:
-            i, taker, start, size = i[order], taker[order], start[:, order], size[:, order]
-        self.taker, self.start, self.size = taker, start, size
-        self.giver = givers.chosen(i, t.rank[taker])
+            i, j = i[order], j[order]
+        self._which = j  # of the takers
+        self.taker = j if isinstance(takers, slice) else takers[j]
+        self.tensor = t.tensor[self.taker]
+        model = givers.row(i)
+        self.giver = model if givers.alone else givers.chosen(i, t.rank[self.taker])
+        self.start = np.zeros((t.depth, len(i)), dtype=np.int64)
+        self.size = np.empty_like(self.start)
+        for d in range(t.depth):
+            if s.cut[d] or t.cut[d]:
+                np.maximum(s.start[d][model], t.start[d][self.taker], out=self.start[d])
+                np.minimum(s.stop[d][model], t.stop[d][self.taker], out=self.size[d])
+                self.size[d] -= self.start[d]
+            else:
+                self.size[d] = t.sides[d][self.tensor]
 
     def only(self, which: npt.NDArray[np.bool_]) -> _Copies:
-        self.taker, self.giver = self.taker[which], self.giver[which]
+        self.taker, self.giver, self.tensor = self.taker[which], self.giver[which], self.tensor[which]
         self.start, self.size = self.start[:, which], self.size[:, which]
         return self
 
     def check_whole(self) -> None:
         """Raise LayoutError if a box of the target is not covered. The copies to one box do not overlap, so it is enough to count."""
         t = self._t
-        numel = np.ones(len(self.taker), dtype=np.int64)
-        for d in range(t.depth):
-            numel *= self.size[d]
-        found = np.bincount(self.taker, numel, len(t))
-        short = found != t.numel if self._takers is None else found[self._takers] != t.numel[self._takers]
-        if not short.any():
+        numel = np.multiply.reduce(self.size, axis=0)
+        wanted = t.numel(self._takers)
+        short = np.flatnonzero(np.bincount(self._which, numel, len(wanted)) != wanted)
+        if not len(short):
             return
-        at = int(np.flatnonzero(short)[0])
-        row = at if self._takers is None else int(self._takers[at])
+        row = int(short[0] if isinstance(self._takers, slice) else self._takers[short[0]])
         box, name = t.box(row), self._names[int(t.tensor[row])]
         got = np.flatnonzero(self.taker == row)
         dims = len(box.sizes)
@@ -120,31 +114,27 @@ class _Copies:
         )
 
     def plan(self, source: Layout, target: Layout, rank: int | None, more: _Copies | None = None) -> Plan:
-        s, t = self._s, self._t
-        giver, taker, start, size = self.giver, self.taker, self.start, self.size
         if more is not None:
-            giver, taker = np.concatenate([giver, more.giver]), np.concatenate([taker, more.taker])
-            start, size = (
-                np.concatenate([start, more.start], axis=1),
-                np.concatenate([size, more.size], axis=1),
-            )
+            for column in ("giver", "taker", "tensor", "start", "size"):
+                setattr(self, column, np.concatenate([getattr(self, column), getattr(more, column)], axis=-1))
+        s, t = self._s, self._t
         return Plan(
             source,
             target,
             rank,
-            t.tensor[taker],
-            s.rank[giver],
-            s.number[giver],
-            t.rank[taker],
-            t.number[taker],
-            start.T,
-            size.T,
+            self.tensor,
+            s.rank[self.giver],
+            s.number(self.giver),
+            t.rank[self.taker],
+            t.number(self.taker),
+            self.start.T,
+            self.size.T,
         )
 
 
-def _order(taker: Ints, place: Ints) -> Ints | None:
-    """By taker, then by place; None if they are so."""
-    step = np.diff(taker)
-    if (step >= 0).all() and (np.diff(place)[step == 0] > 0).all():
+def _order(first: Ints, then: Ints) -> Ints | None:
+    """By `first`, then by `then`; None if they are so."""
+    same = first[1:] == first[:-1]
+    if ((first[1:] > first[:-1]) | (same & (then[1:] > then[:-1]))).all():
         return None
-    return np.lexsort((place, taker))
+    return np.lexsort((then, first))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from farstep.errors import LayoutError
+from farstep.state.box import Box
 from farstep.state.layout import Spread
 
 __all__ = ["Shards"]
@@ -61,8 +62,8 @@ class Shards:
         return f"Shards({self.spread!r}, here: {sizes or 'nothing'})"
 
 
-def check_tensors(name: str, spread: Spread, rank: int, tensors: Sequence[Tensor]) -> None:
-    """Raise LayoutError unless these tensors are what a rank holds of this one."""
+def check_tensors(name: str, spread: Spread, rank: int, tensors: Sequence[Tensor]) -> list[Box]:
+    """The boxes that a rank holds. Raises LayoutError unless these tensors are theirs."""
     boxes = spread.boxes(rank)
     if len(tensors) != len(boxes):
         raise LayoutError(
@@ -77,3 +78,4 @@ def check_tensors(name: str, spread: Spread, rank: int, tensors: Sequence[Tensor
             raise LayoutError(
                 f"the tensor for {name!r} {box} on rank {rank} has the dtype {tensor.dtype}, not {spread.dtype}"
             )
+    return boxes

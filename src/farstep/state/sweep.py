@@ -44,7 +44,9 @@ def meet(a: Boxes, b: Boxes) -> tuple[Ints, Ints]:
 def spans(first: Ints, count: Ints) -> Ints:
     """`first[0], first[0] + 1, ...`, `count[0]` of them, then those of `first[1]`, and so on."""
     before = np.cumsum(count) - count
-    return np.repeat(first - before, count) + np.arange(int(count.sum()), dtype=np.int64)
+    places = np.repeat(first - before, count)
+    places += np.arange(len(places), dtype=np.int64)
+    return places
 
 
 def _undivided(boxes: Boxes) -> Boxes:
@@ -56,15 +58,15 @@ def _meet(a: Boxes, b: Boxes, dim: int) -> tuple[Ints, Ints]:
     length = int(max(a.stop[dim].max(), b.stop[dim].max()))
     ours, theirs = _bands(a, dim, length), _bands(b, dim, length)
     p, q = _on_line(ours.x, ours.y, theirs.x, theirs.y)
-    if dim == len(a.start) - 1 or (ours.alone and theirs.alone):
+    if dim == len(a.start) - 1 or (ours.bounds is None and theirs.bounds is None):
         return _filtered(a, b, *_crossed(ours, theirs, p, q), dim + 1)
-    m, n = ours.count[p], theirs.count[q]
+    m, n = ours.count(p), theirs.count(q)
     few = m * n <= m + n  # comparing them all costs no more than going on
     i, j = _filtered(a, b, *_crossed(ours, theirs, p[few], q[few]), dim + 1)
     if few.all():
         return i, j
     p, q, m, n = p[~few], q[~few], m[~few], n[~few]
-    rows_a, rows_b = ours.rows(spans(ours.first[p], m)), theirs.rows(spans(theirs.first[q], n))
+    rows_a, rows_b = ours.rows(spans(ours.first(p), m)), theirs.rows(spans(theirs.first(q), n))
     pairs = np.arange(len(p), dtype=np.int64)
     k, m = _meet(
         _regrouped(a, rows_a, np.repeat(pairs, m)), _regrouped(b, rows_b, np.repeat(pairs, n)), dim + 1
@@ -74,34 +76,40 @@ def _meet(a: Boxes, b: Boxes, dim: int) -> tuple[Ints, Ints]:
 
 @dataclass(frozen=True, slots=True)
 class _Bands:
-    """Boxes by their extent along one dimension: band k is `count[k]` rows of `order` from `first[k]`, and has the line from x to y."""
+    """Boxes by their extent along one dimension: band k has the line from `x[k]` to `y[k]`."""
 
-    order: Ints | None  # None: as they come
-    first: Ints
-    count: Ints
+    order: Ints | None  # of the boxes, band by band; None: as they come
+    bounds: (
+        Ints | None
+    )  # band k has the places from bounds[k] to bounds[k + 1] of it; None: each box is a band
     x: Ints
     y: Ints
-    alone: bool  # no two boxes share a band
+
+    def first(self, bands: Ints) -> Ints:
+        return bands if self.bounds is None else self.bounds[bands]
+
+    def count(self, bands: Ints) -> Ints:
+        if self.bounds is None:
+            return np.ones_like(bands)
+        return self.bounds[bands + 1] - self.bounds[bands]
 
     def rows(self, places: Ints) -> Ints:
         return places if self.order is None else self.order[places]
 
 
 def _bands(boxes: Boxes, dim: int, length: int) -> _Bands:
-    base = boxes.group * length
-    x, y = base + boxes.start[dim], base + boxes.stop[dim]
+    x = boxes.group * length
+    y = x + boxes.stop[dim]
+    x += boxes.start[dim]
     order = None
-    step = np.diff(x)
-    if (step < 0).any() or (np.diff(y)[step == 0] < 0).any():
+    if (x[1:] < x[:-1]).any() or ((x[1:] == x[:-1]) & (y[1:] < y[:-1])).any():
         order = np.lexsort((y, x))
         x, y = x[order], y[order]
-        step = np.diff(x)
-    new = np.ones(len(x), dtype=np.bool_)
-    np.logical_or(step != 0, np.diff(y) != 0, out=new[1:])
-    first = np.flatnonzero(new)
-    if len(first) == len(x):
-        return _Bands(order, first, np.ones_like(first), x, y, True)
-    return _Bands(order, first, np.diff(first, append=len(x)), x[first], y[first], False)
+    new = (x[1:] != x[:-1]) | (y[1:] != y[:-1])
+    if new.all():
+        return _Bands(order, None, x, y)
+    bounds = np.concatenate([[0], np.flatnonzero(new) + 1, [len(x)]])
+    return _Bands(order, bounds, x[bounds[:-1]], y[bounds[:-1]])
 
 
 def _on_line(xa: Ints, ya: Ints, xb: Ints, yb: Ints) -> tuple[Ints, Ints]:
@@ -133,13 +141,13 @@ def _starting_within(starts: Ints, x: Ints, y: Ints, at_start: bool) -> tuple[In
 
 def _crossed(ours: _Bands, theirs: _Bands, p: Ints, q: Ints) -> tuple[Ints, Ints]:
     """Every box of band p with every box of band q."""
-    if ours.alone and theirs.alone:
+    if ours.bounds is None and theirs.bounds is None:
         return ours.rows(p), theirs.rows(q)
-    m, n = ours.count[p], theirs.count[q]
+    m, n = ours.count(p), theirs.count(q)
     within = spans(np.zeros_like(m), m * n)
     each = np.repeat(n, m * n)
-    i = np.repeat(ours.first[p], m * n) + within // each
-    j = np.repeat(theirs.first[q], m * n) + within % each
+    i = np.repeat(ours.first(p), m * n) + within // each
+    j = np.repeat(theirs.first(q), m * n) + within % each
     return ours.rows(i), theirs.rows(j)
 
 

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple, cast
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -24,8 +24,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from farstep.errors import LayoutError
 from farstep.state.adapters.ranks import Group, numbers_within, own_rank, ranks_within
 from farstep.state.box import Box
-from farstep.state.layout import Ints, Spread
+from farstep.state.layout import Spread
 from farstep.state.shards import Shards
+from farstep.state.sweep import Ints
 
 __all__ = ["like", "local_tensors", "shards"]
 
@@ -120,12 +121,10 @@ def _look_at(mesh: DeviceMesh) -> _Mesh:
 def _root(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh that this one was sliced from, or itself."""
     if hasattr(mesh, "_get_root_mesh"):  # torch >= 2.9
-        root = mesh._get_root_mesh()
-    else:
-        from torch.distributed.device_mesh import _mesh_resources
+        return mesh._get_root_mesh()
+    from torch.distributed.device_mesh import _mesh_resources
 
-        root = _mesh_resources.get_root_mesh(mesh)
-    return cast(DeviceMesh, root)
+    return _mesh_resources.get_root_mesh(mesh)
 
 
 def _cuts(value: DTensor, name: str) -> Cuts:

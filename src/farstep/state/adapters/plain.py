@@ -9,7 +9,6 @@ from torch import Tensor
 
 from farstep.errors import LayoutError
 from farstep.state.adapters.ranks import Group, own_rank, size_of
-from farstep.state.box import Box
 from farstep.state.layout import Spread
 from farstep.state.shards import Shards
 
@@ -24,8 +23,7 @@ def shards(value: Tensor, group: Group, name: str) -> Shards:
 def replicated(value: Tensor, ranks: Sequence[int], group: Group = None, name: str = "the tensor") -> Shards:
     """These ranks of the group have all of it. On the others only its shape and dtype count, and it may be on the meta device."""
     _check(value, name)
-    box = Box.whole(value.shape)
-    spread = Spread.of(value.shape, value.dtype, {rank: [box] for rank in ranks})
+    spread = Spread.whole(value.shape, value.dtype, ranks)
     here = own_rank(group) in ranks
     if here and value.is_meta:
         raise LayoutError(

@@ -6,7 +6,7 @@ import numpy as np
 import torch.distributed as dist
 
 from farstep.errors import LayoutError
-from farstep.state.layout import Ints
+from farstep.state.sweep import Ints
 
 __all__ = ["Group", "numbers_within", "own_rank", "ranks_within", "size_of"]
 

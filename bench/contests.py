@@ -1,0 +1,227 @@
+"""Which contests there are, what is asked of them, and the part of RESULTS.md that shows how they went."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from bench.contest import Contest, Match, Outcome
+from bench.sharded import FSDP_LAYERS, FSDP_WIDTH, LARGE, MEDIUM
+
+_REDUCING = "gradients reduced, step, new values on all ranks"
+_STEP = "the step alone, gradients reduced before"
+ZERO = Contest(
+    "zero",
+    "zero",
+    2,
+    [
+        Match(f"{_REDUCING}; torch's default", "all-reduce, torch", "reducing, farstep", 2.0),
+        Match(f"{_REDUCING}; torch's tuned", "all-reduce, torch tuned", "reducing, farstep", 1.5),
+        Match(f"{_STEP}; torch's default", "torch", "farstep", 2.0),
+        Match(f"{_STEP}; torch's tuned", "torch tuned", "farstep", 1.5),
+        Match(
+            f"{_REDUCING}; torch's default, ours by messages",
+            "all-reduce, torch",
+            "reducing, farstep, messages",
+        ),
+        Match(
+            f"{_REDUCING}; torch's tuned, ours by messages",
+            "all-reduce, torch tuned",
+            "reducing, farstep, messages",
+        ),
+        Match(f"{_STEP}; torch's tuned, ours by messages", "torch tuned", "farstep, messages"),
+    ],
+    weighed=(
+        "all-reduce, torch",
+        "all-reduce, torch tuned",
+        "reducing, farstep",
+        "reducing, farstep, messages",
+    ),
+)
+FSDP2 = Contest(
+    "fsdp2",
+    "fsdp2",
+    2,
+    [
+        Match(
+            f"step on FSDP2 parameters, {2 * FSDP_LAYERS} of them, {FSDP_LAYERS * FSDP_WIDTH**2 // 1_000_000} million elements; torch's fused AdamW",
+            "torch",
+            "farstep",
+            1.0,
+        )
+    ],
+)
+GATHERING = [
+    Contest(
+        f"state{ranks}",
+        "state-large",
+        ranks,
+        [
+            Match(
+                f"{ranks} ranks, {LARGE // 1_000_000} million parameters in 48 tensors",
+                "torch",
+                "farstep",
+                target,
+            )
+        ],
+        weighed=("torch", "farstep"),
+    )
+    for ranks, target in ((2, 5.0), (4, 8.0))
+]
+GROWTH = [
+    *(
+        Contest(
+            f"state-ranks{n}",
+            "state-24",
+            n,
+            [Match(f"{n} ranks, 48 tensors", "torch", "farstep")],
+            most_rounds=3,
+        )
+        for n in (2, 4, 8)
+    ),
+    *(
+        Contest(
+            f"state-tensors{2 * n}",
+            f"state-{n}",
+            2,
+            [Match(f"2 ranks, {2 * n} tensors", "torch", "farstep")],
+            most_rounds=3,
+        )
+        for n in (8, 96, 384)
+    ),
+]
+STATES = [*GATHERING, *GROWTH]
+CONTESTS = [ZERO, FSDP2, *STATES]
+
+
+def report(contests: Sequence[Contest], outcomes: dict[str, Outcome]) -> list[str]:
+    """Parts of RESULTS.md."""
+    parts: list[str] = []
+    steps = [c for c in contests if c in (ZERO, FSDP2)]
+    if steps:
+        parts += [
+            "## Sharded optimizers",
+            "Two ranks in a gloo group on this machine, AdamW. `ShardedOptimizer` on a replicated model of 100 million parameters beside `ZeroRedundancyOptimizer`, whose best "
+            "tuning is `fused=True, parameters_as_bucket_view=True`. torch's does not reduce gradients; in the rows that count that, it comes after an all-reduce of "
+            "gradients that lie in flat buckets of 25 MiB, which is what `DistributedDataParallel` does. Ours are read from the memory of the other process, "
+            "or sent in messages, which is what happens between hosts.",
+            _table(steps, outcomes),
+        ]
+    if ZERO in steps and outcomes[ZERO.key].memory:
+        parts += [
+            "The most memory that a rank's process has had in two steps, from the first on:",
+            _peaks(outcomes[ZERO.key]),
+        ]
+    states = [c for c in contests if c in STATES]
+    if states:
+        parts += [
+            "## A full optimizer state on the first rank",
+            "AdamW over an FSDP2 model, gathered whole into main memory: "
+            "`state_dict(full=True, rank0_only=True, cpu_offload=True)` beside torch's "
+            "`get_optimizer_state_dict` with `full_state_dict=True, cpu_offload=True`. More ranks than cores wait for each other.",
+            _table(states, outcomes),
+        ]
+        parts[-1] = _table([c for c in states if c in GATHERING], outcomes)
+        weighed = [c for c in states if outcomes[c.key].memory]
+        if weighed:
+            parts += [
+                "Memory beyond that which holds the result, at most, on the first rank and on the others:",
+                _extra(weighed, outcomes),
+            ]
+        grown = [c for c in states if c in GROWTH]
+        if grown:
+            parts += [
+                f"How it grows with ranks and with tensors, {MEDIUM // 1_000_000} million parameters:",
+                _table(grown, outcomes),
+            ]
+    if parts:
+        parts.append(_summary(contests, outcomes))
+    return parts
+
+
+def _table(contests: Sequence[Contest], outcomes: dict[str, Outcome]) -> str:
+    lines = [
+        ["", "torch", "farstep", "times faster", "min to max", "target", ""],
+        ["---", *["---:"] * 5, "---"],
+    ]
+    for contest in contests:
+        outcome = outcomes[contest.key]
+        for match in contest.matches:
+            if outcome.failure:
+                lines.append(
+                    [
+                        match.title,
+                        f"failed: {outcome.failure}",
+                        "",
+                        "",
+                        "",
+                        "",
+                        "MISS" if match.target else "",
+                    ]
+                )
+                continue
+            one, two = outcome.seconds[match.baseline], outcome.seconds[match.subject]
+            ratios = [a / b for a, b in zip(one, two, strict=True)]
+            lines.append(
+                [
+                    match.title,
+                    f"{statistics.median(one) * 1e3:.3g} ms",
+                    f"{statistics.median(two) * 1e3:.3g} ms",
+                    f"**{statistics.median(ratios):.2f}**",
+                    f"{min(ratios):.2f} to {max(ratios):.2f}",
+                    "" if match.target is None else f"{match.target:g}",
+                    verdict(match, outcome),
+                ]
+            )
+    return _ruled(lines)
+
+
+def verdict(match: Match, outcome: Outcome) -> str:
+    if match.target is None:
+        return ""
+    if outcome.failure:
+        return "MISS"
+    pairs = zip(outcome.seconds[match.baseline], outcome.seconds[match.subject], strict=True)
+    return "met" if statistics.median(a / b for a, b in pairs) >= match.target else "MISS"
+
+
+def _peaks(outcome: Outcome) -> str:
+    lines = [["", "most on any rank"], ["---", "---:"]]
+    lines += [
+        [way, f"{max(peak for _, peak in ranks) / 1e6:.0f} MB"] for way, ranks in outcome.memory.items()
+    ]
+    return _ruled(lines)
+
+
+def _extra(contests: Sequence[Contest], outcomes: dict[str, Outcome]) -> str:
+    result = 2 * 4 * LARGE
+    lines = [
+        ["", "torch, first", "torch, others", "farstep, first", "farstep, others"],
+        ["---", *["---:"] * 4],
+    ]
+    for contest in contests:
+        line = [contest.matches[0].title]
+        for way in ("torch", "farstep"):
+            grown = [peak - before for before, peak in outcomes[contest.key].memory[way]]
+            line += [f"{max(0, grown[0] - result) / 1e6:.0f} MB", f"{max(grown[1:]) / 1e6:.0f} MB"]
+        lines.append(line)
+    return _ruled(lines)
+
+
+def _summary(contests: Sequence[Contest], outcomes: dict[str, Outcome]) -> str:
+    verdicts = [(match.title, verdict(match, outcomes[c.key])) for c in contests for match in c.matches]
+    asked = [each for each in verdicts if each[1]]
+    missed = [title for title, found in asked if found == "MISS"]
+    words = (
+        f"**Missed: {'; '.join(missed)}.**"
+        if missed
+        else f"All {len(asked)} targets of these two tables are met."
+    )
+    return (
+        f"{words} At most {max(c.most_rounds for c in contests)} rounds, 3 where growth is shown; in each, the ways are taken in a shuffled order by the same processes, with one compute thread each, and timed from when all ranks have begun "
+        "until all are done. Memory is measured in processes of their own."
+    )
+
+
+def _ruled(lines: Sequence[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,0 +1,176 @@
+"""Layouts: what they hold, what they refuse, and that they survive being saved."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from farstep.errors import LayoutError, StateError
+from farstep.state import Box, Layout, Shards, Spread
+from state.spreads import cut, random_spread
+
+F32 = torch.float32
+
+
+def halves() -> Spread:
+    return Spread.of((4, 6), F32, {0: [Box((0, 0), (2, 6))], 1: [Box((2, 0), (2, 6))]})
+
+
+def test_boxes_by_rank_come_in_the_order_given():
+    boxes = [Box((3,), (1,)), Box((0,), (2,))]
+    spread = Spread.of((4,), F32, {1: boxes, 0: [Box((2,), (1,))]})
+    assert spread.boxes(1) == boxes
+    assert spread.boxes(0) == [Box((2,), (1,))]
+    assert spread.boxes(7) == []
+
+
+def test_a_box_outside_its_tensor():
+    with pytest.raises(LayoutError, match=r"\[2:5, 0:6\] of rank 1 is not within .* \(4, 6\)"):
+        Spread.of((4, 6), F32, {1: [Box((2, 0), (3, 6))]})
+    with pytest.raises(ValueError, match=r"\[-1:1\] of rank 0"):
+        Spread((4,), F32, np.array([0]), np.array([[-1]]), np.array([[2]]))
+
+
+def test_a_box_of_other_dimensions():
+    with pytest.raises(LayoutError, match=r"\[0:4\] of rank 2 has 1 dimensions, and the tensor 2"):
+        Spread.of((4, 6), F32, {2: [Box((0,), (4,))]})
+    with pytest.raises(LayoutError, match="offsets and sizes of shape"):
+        Spread((4, 6), F32, np.array([0]), np.array([[0]]), np.array([[4]]))
+
+
+def test_a_rank_below_zero():
+    with pytest.raises(LayoutError, match="no rank is -1"):
+        Spread.of((4,), F32, {-1: [Box((0,), (4,))]})
+
+
+@pytest.mark.parametrize(
+    ("boxes", "message"),
+    [
+        (
+            {0: [Box((0, 0), (3, 6))], 4: [Box((2, 0), (2, 6))]},
+            r"\[0:3, 0:6\] of rank 0 and \[2:4, 0:6\] of rank 4",
+        ),
+        (
+            {0: [Box((0, 0), (4, 6))], 1: [Box((0, 0), (2, 6))]},
+            r"\[0:4, 0:6\] of rank 0 and \[0:2, 0:6\] of rank 1",
+        ),
+        (
+            {3: [Box((0, 0), (4, 4)), Box((1, 3), (2, 2))]},
+            r"\[0:4, 0:4\] of rank 3 and \[1:3, 3:5\] of rank 3",
+        ),
+    ],
+)
+def test_boxes_that_overlap_and_differ(boxes, message):
+    layout = Layout({"fine": halves(), "w": Spread.of((4, 6), F32, boxes)})
+    with pytest.raises(LayoutError, match=f"two boxes of 'w' overlap: {message}"):
+        layout.check()
+
+
+def test_replicas_and_empty_boxes_are_no_overlap():
+    box = Box((0, 0), (4, 6))
+    Layout({"w": Spread.of((4, 6), F32, {0: [box, Box((1, 1), (0, 3))], 1: [box], 2: [box]})}).check()
+
+
+def test_any_spread_is_free_of_overlaps_and_one_more_box_is_found():
+    for seed in range(200):
+        rng = random.Random(seed)
+        shape = tuple(rng.randint(1, 6) for _ in range(rng.randint(1, 3)))
+        spread = random_spread(rng, shape, F32, 4)
+        Layout({"a": halves(), "w": spread}).check()
+        inner = rng.choice(cut(rng, Box.whole(shape), 8))
+        boxes = {rank: spread.boxes(rank) for rank in range(4)}
+        distinct = {box for each in boxes.values() for box in each}
+        boxes[rng.randrange(4)].append(inner)
+        clash = any(box != inner and box.intersect(inner) for box in distinct)
+        layout = Layout({"a": halves(), "w": Spread.of(shape, F32, boxes)})
+        if clash:
+            with pytest.raises(LayoutError, match="'w' overlap"):
+                layout.check()
+        else:
+            layout.check()
+
+
+def test_bytes():
+    layout = Layout(
+        {"w": halves(), "b": Spread.whole((3,), torch.bfloat16, [1, 5]), "none": Spread.whole((0,), F32, [0])}
+    )
+    assert layout.nbytes == 4 * 24 + 2 * 3
+    assert layout.bytes_per_rank() == {0: 48, 1: 48 + 6, 5: 6}
+    assert layout["w"].bytes_on(1) == 48
+    assert layout["w"].bytes_on(3) == 0
+    assert layout["w"].nbytes == 96
+    assert Layout({}).bytes_per_rank() == {}
+
+
+def test_names():
+    layout = Layout({"a": halves(), "b": Spread.whole((), F32, [0])})
+    assert list(layout.renamed(lambda name: f"model.{name}")) == ["model.a", "model.b"]
+    assert list(layout.only(["b"])) == ["b"]
+    assert list(layout.merged({"c": halves()})) == ["a", "b", "c"]
+    assert layout.boxes(1) == {"a": [Box((2, 0), (2, 6))], "b": []}
+    with pytest.raises(LayoutError, match="two tensors would be called 'x'"):
+        layout.renamed(lambda name: "x")
+    with pytest.raises(LayoutError, match="both layouts have a tensor 'b'"):
+        layout.merged({"b": halves()})
+    with pytest.raises(KeyError):
+        layout.only(["z"])
+
+
+def test_equal_is_what_holds_the_same():
+    parts = {0: [Box((0, 0), (2, 6))], 1: [Box((2, 0), (2, 6))]}
+    assert halves() == Spread.of((4, 6), F32, dict(reversed(parts.items())))
+    assert hash(halves()) == hash(Spread.of((4, 6), F32, parts))
+    assert halves() != Spread.of((4, 6), torch.float64, parts)
+    assert halves() != Spread.of((4, 6), F32, {1: parts[0], 0: parts[1]})
+    assert halves() != Spread.whole((4, 6), F32, [0])
+    assert halves() != "halves"
+    assert Layout({"w": halves()}) == Layout({"w": halves()})
+    assert Layout({"w": halves()}) != Layout({"v": halves()})
+
+
+def test_they_read_well():
+    layout = Layout({"w": halves()})
+    assert repr(halves()) == "<float32[4, 6]: rank 0 [0:2, 0:6]; rank 1 [2:4, 0:6]>"
+    assert str(layout) == "<Layout: 1 tensors, 96 bytes>\nw: " + repr(halves())
+    assert repr(Spread.whole((2,), F32, range(9))) == "<float32[2]: 9 boxes on 9 ranks>"
+    assert repr(Spread.of((2,), F32, {})) == "<float32[2]: on no rank>"
+    assert str(Layout({f"t{i}": halves() for i in range(25)})).endswith("and 5 more")
+
+
+def test_layouts_and_shards_are_saved_and_loaded():
+    layout = Layout({"w": halves(), "s": Spread.whole((), torch.float8_e5m2, [0])})
+    assert pickle.loads(pickle.dumps(layout)) == layout
+    layout.check()
+    assert copy.deepcopy(layout) == layout
+    memory = torch.arange(1000.0)
+    shards = Shards(halves(), [memory[12:24].view(2, 6)])
+    file = io.BytesIO()
+    torch.save({"w": shards}, file)
+    assert len(file.getvalue()) < 4000, "a view is saved without the memory around it"
+    file.seek(0)
+    with torch.serialization.safe_globals([Shards, Spread]):
+        (loaded,) = torch.load(file, weights_only=True).values()
+    assert loaded.spread == halves()
+    assert torch.equal(loaded.tensors[0], memory[12:24].view(2, 6))
+    loaded.check("w", 1)
+
+
+def test_shards_say_what_does_not_fit():
+    spread = halves()
+    fit = Shards.empty(spread, 1)
+    fit.check("w", 1)
+    assert (fit.shape, fit.dtype) == ((4, 6), F32)
+    assert repr(fit).endswith("here: (2, 6))")
+    for tensors, message in (
+        ([], "rank 1 holds 1 boxes of 'w', and 0 tensors were given"),
+        ([torch.zeros(6, 2)], r"'w' \[2:4, 0:6\] on rank 1 has the shape \(6, 2\), not \(2, 6\)"),
+        ([torch.zeros(2, 6, dtype=torch.int32)], r"'w' \[2:4, 0:6\] on rank 1 has the dtype torch.int32"),
+    ):
+        with pytest.raises(StateError, match=message):
+            Shards(spread, tensors).check("w", 1)
