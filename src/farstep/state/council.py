@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from farstep.errors import StateError
+from farstep.errors import StateError, StateMismatch
 from farstep.state.adapters.ranks import Group, size_of
 
 __all__ = ["agree", "everyones", "mark_of"]
@@ -30,11 +30,15 @@ def agree(error: Exception | None, group: Group, doing: str, mark: bytes = bytes
     rows = every.cpu()
     if rows[:, 0].any():
         texts: list[Any] = [None] * size_of(group)
-        dist.all_gather_object(texts, None if error is None else f"{type(error).__name__}: {error}", group)
+        mismatch = isinstance(error, StateMismatch)
+        told = None if error is None else (mismatch, f"{type(error).__name__}: {error}")
+        dist.all_gather_object(texts, told, group)
         if error is not None:
             raise error
         first = next(rank for rank, text in enumerate(texts) if text is not None)
-        raise StateError(f"{doing} did not come about, because of rank {first}: {texts[first]}")
+        mismatch, text = texts[first]
+        kind = StateMismatch if mismatch else StateError
+        raise kind(f"{doing} did not come about, because of rank {first}: {text}")
     return bool((rows == rows[0]).all())
 
 

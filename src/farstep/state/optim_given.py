@@ -185,13 +185,8 @@ def _take(mine: _Mine, name: str, key: str, value: Any, saved_by: int, rank: int
         tensors = {label(name, key): value.tensors}
     else:
         shards = shards_of(value, group, name=label(name, key))
-        is_plain = shards.tensors == [] or shards.tensors[0].shape == value.shape
-        entry = _Part(
-            shards.shape,
-            shards.dtype,
-            tuple(shards.spread.boxes(rank)),
-            is_plain and not hasattr(value, "placements"),
-        )
+        is_plain = not hasattr(value, "placements") and not hasattr(value, "local_shards")
+        entry = _Part(shards.shape, shards.dtype, tuple(shards.spread.boxes(rank)), is_plain)
         tensors = {label(name, key): shards.tensors}
     before = known.get(key)
     if before is None:

@@ -105,6 +105,8 @@ class Loading:
         self._slots = list(_slots(roster))
         self._options: list[dict[str, Any]] = []
         self._casts: list[tuple[_Slot, str, torch.dtype]] = []
+        self._pieces: dict[tuple[str, str], dict[int, Tensor]] = {}
+        """Of a parameter that has several keys: new memory for each."""
         self.sources: dict[str, Shards] = {}
         self.targets: dict[str, Shards] = {}
         self._ready: list[tuple[Optimizer, dict[Tensor, Any], list[dict[str, Any]]]] = []
@@ -213,13 +215,11 @@ class Loading:
             self._casts.append((slot, key, wanted))
         for (seat, number), entry in zip(slot.members, entries, strict=True):
             if isinstance(entry, Whole):
-                text = label(seat.name, key)
-                if len(seat.keys) == 1:
-                    target = seat.shards([made], dtype)
-                else:  # several local shards: each key brings its own
-                    target = self.targets.get(text) or Shards(retyped(seat.spread, dtype), [])
-                    target.tensors += [made] if made.numel() else []
-                self._send(text, entry.spread, target)
+                pieces = self._pieces.setdefault((seat.name, key), {})
+                pieces[number] = made
+                if len(pieces) == len(seat.keys):
+                    target = seat.shards([pieces[n] for n in range(len(pieces))], dtype)
+                    self._send(label(seat.name, key), entry.spread, target)
             elif isinstance(old, Tensor) and seat.is_like(number, old):
                 for view, before in zip(seat.views([made]), seat.views([old]), strict=True):
                     view.copy_(before)

@@ -144,7 +144,7 @@ class _Reading:
     def _device(self, seat: Seat, key: str) -> torch.device | None:
         """Where the optimizer keeps this state, and where it would."""
         values = self._values(seat, key)
-        return values[0].device if values else seat.device
+        return values[0].device if values and isinstance(values[0], Tensor) else seat.device
 
     def _offloaded(self, value: Any) -> Any:
         """In main memory; what is there already stays."""
