@@ -13,7 +13,7 @@ from farstep.errors import OptimError
 from farstep.optim import ShardedOptimizer, named_params_with_sharded_tensor
 from farstep.state import Shards
 
-# Not fused: its vectorized loops round otherwise than their last few elements, so where a tensor is cut is seen in the last bit.
+# Not fused: where a tensor is cut is seen in the last bit of a few elements, also without farstep.
 CLASSES = {
     "Adadelta": {"lr": 0.5, "foreach": False},
     "Adagrad": {"lr": 0.1, "foreach": False},

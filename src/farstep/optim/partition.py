@@ -15,7 +15,7 @@ __all__ = ["Extent", "Piece", "Segment", "divide"]
 SMALL_BYTES = 256 << 10
 """Shorter segments are packed with others: beyond that a copy costs more than a message."""
 GRAIN = 64
-"""Parameters are cut at multiples of this. Vectorized updates then do the same to an element, whatever is cut off beside it."""
+"""Parameters are cut at multiples of this. Fused updates then give an element the same bits as in the whole parameter; elsewhere a few differ."""
 
 
 @dataclass(frozen=True)
