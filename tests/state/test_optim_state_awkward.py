@@ -400,6 +400,8 @@ def odd():
             again.train(3)
             target.train(1)
             for mine, wanted in zip(target.keys(), again.keys(), strict=True):
+                if mine.numel() == 0:  # nothing of it is here, and its state means nothing
+                    continue
                 for key, value in target.optimizer.state[mine].items():
                     other = again.optimizer.state[wanted][key]
                     if isinstance(value, DTensor):
@@ -408,7 +410,8 @@ def odd():
         elsewhere = Plain(lambda p, **_: Rounding(p))
         before = bits_of(elsewhere.optimizer)
         with pytest.raises(
-            StateMismatch, match=r"'scales' of parameter 'scale' is not shaped like it and differs"
+            StateMismatch,
+            match=r"'scales' of parameter '(scale|first.weight)' is not shaped like it and differs",
         ) as info:
             load_optim_state_dict(elsewhere.model, elsewhere.optimizer, state)
         assert "nothing has been loaded" in str(info.value)

@@ -83,7 +83,7 @@ def schema_of(roster: Roster | None, error: Exception | None, group: Group) -> S
     for name in union(states):
         merged[name] = {}
         for key in union(state.get(name, ()) for state in states):
-            said = [state.get(name, {}).get(key) for state in states]
+            said = _of_holders([state.get(name, {}).get(key) for state in states], roster.seats[name])
             merged[name][key] = _merged(name, key, said, roster.seats[name])
             held[name, key] = [rank for rank, entry in enumerate(said) if isinstance(entry, Odd)]
     return Schema(merged, held, groups)
@@ -113,14 +113,27 @@ def _entry(seat: Seat, number: int, value: Any) -> Entry:
     return Odd(tuple(local.shape), local.dtype, digest(local))
 
 
+def _of_holders(said: Sequence[Entry | None], seat: Seat) -> Sequence[Entry | None]:
+    """Without what ranks say that have nothing of a parameter: a state without elements is of any shape.
+
+    In a flat parameter the state is that of all that lie in it, so every rank counts.
+    """
+    if seat.is_flat:
+        return said
+    holders = set(seat.spread.ranks.tolist())
+    heard = [entry if rank in holders else None for rank, entry in enumerate(said)]
+    return heard if any(entry is not None for entry in heard) else said
+
+
 def _merged(name: str, key: str, said: Sequence[Entry | None], seat: Seat) -> Entry | Owned:
-    """One rank may have nothing of a parameter, and then has no state of it, or one that tells nothing."""
     holders = set(seat.spread.ranks.tolist())
     by_entry: dict[Entry | None, list[int]] = {}
     for rank, entry in enumerate(said):
         if entry is not None or rank in holders:
             by_entry.setdefault(entry, []).append(rank)
     entries = list(by_entry)
+    if any(isinstance(e, Odd) for e in entries) and any(isinstance(e, Shaped) for e in entries):
+        return _merged(name, key, [_odd(entry, seat, rank) for rank, entry in enumerate(said)], seat)
     if len(entries) == 1 and entries[0] is not None:
         return entries[0]
     if all(isinstance(entry, Odd) for entry in entries):
@@ -131,6 +144,14 @@ def _merged(name: str, key: str, said: Sequence[Entry | None], seat: Seat) -> En
     raise StateError(
         f"the ranks have different states: {key!r} of parameter {name!r} is {words}. All ranks step together, or none does"
     )
+
+
+def _odd(entry: Entry | None, seat: Seat, rank: int) -> Entry | None:
+    """A state that is odd elsewhere, and on this rank only happens to be as long as what it has of the parameter."""
+    if not isinstance(entry, Shaped):
+        return entry
+    here = seat.spread.sizes[seat.spread.ranks == rank]
+    return Odd((int(here.prod(axis=1).sum()),), entry.dtype, "")
 
 
 def _merged_groups(
