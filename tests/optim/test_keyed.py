@@ -111,6 +111,22 @@ def test_mistakes_of_keyed_optimizers():
         optimizer.step()
     with pytest.raises(TypeError, match=r"and not a torch.optim.Optimizer"):
         KeyedOptimizerWrapper(params, list)
+    with pytest.raises(TypeError, match=r"params is a mapping or pairs, not a module"):
+        KeyedOptimizerWrapper(model(), optim.SGD)
+
+
+def test_a_wrapper_takes_pairs():
+    assert next(iter(KeyedOptimizerWrapper(model().named_parameters(), optim.SGD).params)) == "0.weight"
+
+
+def test_combined_optimizers_without_a_name_in_common_load_nothing():
+    combined = CombinedOptimizer([("a", wrapped(lr=0.1, steps=1)[1]), ("b", wrapped(lr=0.1, steps=1)[1])])
+    state = snapshot(combined)
+    of_one = {"state": {name: each for name, each in state["state"].items() if name.startswith("a.")}}
+    combined.load_state_dict(of_one, strict=False)
+    with pytest.raises(StateMismatch, match=r"no name of a parameter in common.*rename="):
+        combined.load_state_dict(state, strict=False, rename=lambda name: "module." + name)
+    combined.load_state_dict({"state": {}}, strict=False)  # saved before the first step
 
 
 def test_a_wrapper_takes_state_before_its_first_step_and_after():
@@ -297,6 +313,11 @@ def test_mistakes_of_combined_optimizers():
         CombinedOptimizer([one, same])
     with pytest.raises(TypeError, match="takes KeyedOptimizers, and this is a SGD"):
         CombinedOptimizer([("x", optim.SGD(module.parameters()))])
+    with pytest.raises(TypeError, match=r"this is a SGD: NamedOptimizer\(module"):
+        CombinedOptimizer([optim.SGD(module.parameters())])
+    for given in (one, [(one, "x")], [3], {"x": one}):
+        with pytest.raises(TypeError, match=r"a list of optimizers or \(prefix, optimizer\) pairs, not"):
+            CombinedOptimizer(given)
     other.save_param_groups(True)
     with pytest.raises(ValueError, match="some of the optimizers save their groups"):
         CombinedOptimizer([("a", one), ("b", other)])

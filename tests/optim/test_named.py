@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from farstep.errors import OptimError, StateMismatch
-from farstep.optim import DistributedOptimizer, NamedOptimizer, rekey
+from farstep.optim import DistributedOptimizer, KeyedOptimizerWrapper, NamedOptimizer, rekey
 
 from .spread import Spread
 from .test_init_state import CASES, IDS, AtTheEnd, Lazy, assert_equal, inner_of, make, train
@@ -428,6 +428,87 @@ def test_rekey_gives_names_to_an_ordinary_state():
     assert rekey(knows_names.state_dict())["param_groups"][0]["params"] == NAMES
 
 
+def test_names_that_a_state_has_itself():
+    module, plain = model(), model()
+    ordinary = optim.Adam(plain.named_parameters(), lr=0.1)
+    step(plain, ordinary)
+    state = ordinary.state_dict()
+    for optimizer in (
+        NamedOptimizer(module.named_parameters(), optim.Adam),
+        KeyedOptimizerWrapper(module.named_parameters(), optim.Adam),
+    ):
+        optimizer.load_state_dict(state)
+        assert_equal(optimizer.state[module[2].bias], ordinary.state[plain[2].bias])
+    assert list(rekey(state, plain.named_parameters())["state"]) == NAMES
+    with pytest.raises(
+        StateMismatch, match=r"the name '2.bias' for a parameter that the state dict calls '0.weight'"
+    ):
+        rekey(state, NAMES[::-1])
+    other = optim.Adam([{"params": plain[2].parameters()}, {"params": plain[0].parameters()}])
+    name_of = {p: n for n, p in plain.named_parameters()}
+    names = [name_of[p] for g in other.param_groups for p in g["params"]]
+    assert [g["params"] for g in rekey(other.state_dict(), names)["param_groups"]] == [NAMES[2:], NAMES[:2]]
+
+
+def test_a_factory_that_gives_other_names():
+    """What the wrapper calls the parameters counts."""
+    module = model()
+    optimizer = NamedOptimizer(
+        [("m." + n, p) for n, p in module.named_parameters()], lambda _: optim.Adam(module.named_parameters())
+    )
+    step(module, optimizer)
+    assert next(iter(optimizer.state_dict()["state"])) == "m.0.weight"
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_the_state_of_another_class_without_strict():
+    """What the class does not know is left out, and what it cannot step without must be there."""
+    _, sgd = trained(optim.SGD, lr=0.1, momentum=0.9)
+    module, adam = trained(optim.AdamW, lr=0.2)
+    before = snapshot(adam)
+    with pytest.raises(StateMismatch, match="which AdamW does not have: it was saved by another") as caught:
+        adam.load_state_dict(sgd.state_dict())
+    assert "strict" not in str(caught.value)
+    with pytest.raises(StateMismatch, match=r"'0.weight' lacks 'exp_avg', 'exp_avg_sq', 'step'"):
+        adam.load_state_dict(sgd.state_dict(), strict=False)
+    assert_equal(adam.state_dict()["state"], before["state"])
+    momentum = snapshot(sgd)["state"]
+    sgd.load_state_dict(before, strict=False)
+    assert_equal(sgd.state_dict()["state"], momentum)
+    assert sgd.param_groups[0]["lr"] == 0.2
+    _, nadam = trained(optim.NAdam, lr=0.3)
+    adam.load_state_dict(nadam.state_dict(), strict=False)
+    assert set(adam.state_dict()["state"]["0.bias"]) == {"step", "exp_avg", "exp_avg_sq"}
+    step(module, adam)
+
+
+def test_no_name_in_common():
+    _, optimizer = trained(optim.Adam, lr=0.1)
+    params = {"module." + name: p for name, p in optimizer.params.items()}
+    state = snapshot(NamedOptimizer(params, optim.Adam, lr=0.7))
+    with pytest.raises(StateMismatch, match=r"no name of a parameter in common.*module.0.weight.*rename="):
+        optimizer.load_state_dict(state, strict=False)
+    with pytest.raises(
+        StateMismatch, match=r"Missing.*Unexpected.*parameters were renamed: load_state_dict\(state, rename="
+    ):
+        optimizer.load_state_dict(state)
+    with pytest.raises(StateMismatch, match=r"Whole names are wanted; for prefixes give a function"):
+        optimizer.load_state_dict(state, rename={"module.": ""})
+    with pytest.raises(TypeError, match=r"rename gave None for 'module.0.weight'"):
+        optimizer.load_state_dict(state, rename=lambda name: None)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    optimizer.load_state_dict(state, rename=lambda name: name.removeprefix("module."))
+
+
+def test_a_named_state_loads_into_an_ordinary_optimizer_of_the_same_order():
+    _, optimizer = trained(optim.Adam, lr=0.3)
+    plain = model()
+    ordinary = optim.Adam(plain.parameters())
+    ordinary.load_state_dict(optimizer.state_dict())
+    assert_equal(ordinary.state[plain[2].bias], optimizer.state_dict()["state"]["2.bias"])
+    assert ordinary.param_groups[0]["lr"] == 0.3
+
+
 def test_states_go_to_and_from_a_distributed_optimizer(three):
     spread = Spread([0, 1])
     distributed = DistributedOptimizer(optim.Adam, spread.rrefs, lr=0.1)
@@ -454,7 +535,7 @@ def test_mistakes_in_the_constructor():
         ([("a", torch.ones(1)), ("a", torch.ones(1))], None, ValueError, "two parameters have the name 'a'"),
         (named, ["0.weight"], TypeError, "a parameter group is a dict, not a str"),
         (named, [{"lr": 1.0}], ValueError, 'needs "params"'),
-        (named, [{"params": ["0.wieght"]}], ValueError, "no parameter of the name '0.wieght'"),
+        (named, [{"params": ["0.wieght"]}], ValueError, "of the name '0.wieght': did you mean '0.weight'"),
         (named, [{"params": [nn.Parameter(torch.ones(3))]}], ValueError, r"shape \(3,\) has no name"),
         (named, [{"params": [3]}], TypeError, "can only optimize Tensors"),
         (named, [{"params": set(named)}], TypeError, "give a list, not a set"),
@@ -464,6 +545,14 @@ def test_mistakes_in_the_constructor():
             NamedOptimizer(given_params, optim.SGD, groups, lr=0.1)
     with pytest.raises(TypeError, match=r"made a list, and not a torch.optim.Optimizer"):
         NamedOptimizer(named, list)
+    for args, match in (
+        ((named, optim.SGD(named.values())), r"give the class, torch.optim.SGD, and its arguments"),
+        ((optim.SGD, named), r"parameters first, then the class"),
+        ((named, optim.SGD, 0.1), r"third argument is param_groups.*options are given by name: lr=0.1"),
+        ((named, 0.1), r"second argument is a class of optimizers"),
+    ):
+        with pytest.raises(TypeError, match=match):
+            NamedOptimizer(*args)
 
 
 def test_mistakes_with_groups_change_nothing():

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
+from torch.optim import Optimizer
 
 from farstep.optim import adapters
 from farstep.optim.keyed import KeyedOptimizer
@@ -25,7 +26,7 @@ class CombinedOptimizer(KeyedOptimizer):
     """
 
     def __init__(self, optims: Iterable[KeyedOptimizer | tuple[str, KeyedOptimizer]]) -> None:
-        parts = [("", each) if isinstance(each, KeyedOptimizer) else each for each in optims]
+        parts = _parts(optims)
         self._begin({}, _Together(parts), {})
         self._parts: Parts = parts
         _check(parts)
@@ -156,6 +157,26 @@ class _Shared:
 
 def _prefixed(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
+
+
+def _parts(optims: Any) -> Parts:
+    """(prefix, optimizer) of each. What kind of optimizer it is, is checked later."""
+    is_list = isinstance(optims, Iterable) and not isinstance(optims, str | Mapping)
+    parts: list[Any] = (
+        [("", each) if isinstance(each, Optimizer) else each for each in optims] if is_list else [optims]
+    )
+    for each in parts:
+        if not isinstance(each, tuple | list) or len(each) != 2 or not isinstance(each[0], str):
+            raise TypeError(
+                f"CombinedOptimizer takes a list of optimizers or (prefix, optimizer) pairs, not {_described(each)}"
+            )
+    return [(prefix, part) for prefix, part in parts]
+
+
+def _described(given: Any) -> str:
+    if isinstance(given, tuple | list):
+        return f"({', '.join(type(each).__name__ for each in given)})"
+    return f"a {type(given).__name__}"
 
 
 def _check(parts: Parts) -> None:

@@ -15,7 +15,7 @@ from farstep.optim.fresh import fresh_states
 from farstep.optim.groups import copied, options_of
 from farstep.optim.loading import put, refuse_keys, untangled
 from farstep.optim.names import without_ties
-from farstep.optim.state_dicts import Plan, check_names, plan_load, translated
+from farstep.optim.state_dicts import Plan, by_its_names, check_names, plan_load, translated
 
 __all__ = ["KeyedOptimizer", "Rename"]
 
@@ -175,8 +175,8 @@ class KeyedOptimizer(Optimizer):
         """Load what `state_dict` gave, whatever the groups were, into tensors that are there, or new ones.
 
         `strict`: the names must be the same; only frozen parameters may be missing. Otherwise parameters that are missing keep their state, and
-        what is not known here is left out. `rename` says what the names in the state are here. StateMismatch says what does not
-        fit, and then nothing has been changed.
+        what is not known here is left out; some name must be the same. `rename` says what the names in the state are here.
+        StateMismatch says what does not fit, and then nothing has been changed.
         """
         state_dict = adapters.run_load_state_dict_pre_hooks(self, dict(state_dict))
         saved = self._understood(state_dict, strict, rename)
@@ -195,25 +195,26 @@ class KeyedOptimizer(Optimizer):
         self, state_dict: Mapping[str, Any], strict: bool, rename: Rename | None
     ) -> dict[str, Any]:
         """The state by the names that the parameters have here; these are checked."""
-        saved = dict(state_dict)
+        saved = dict(by_its_names(state_dict))
         if not self.saves_param_groups:
             saved["param_groups"] = [{"params": list(saved["state"])}] if "state" in saved else []
         if isinstance(rename, Mapping):
             names = {name for group in saved["param_groups"] for name in group["params"]}
             unknown = [name for name in rename if name not in names | set(saved["state"])]
             if strict and unknown:
+                are_prefixes = any(str(name).startswith(str(key)) for key in unknown for name in names)
                 raise StateMismatch(
                     f"rename has names that the state does not have: {', '.join(unknown)}. Nothing has been loaded"
+                    + (". Whole names are wanted; for prefixes give a function" if are_prefixes else "")
                 )
             new_names = dict(rename)
-            saved = translated(saved, lambda name: new_names.get(name, name))
+            saved = translated(saved, _checked(lambda name: new_names.get(name, name)))
         elif rename is not None:
-            saved = translated(saved, rename)
+            saved = translated(saved, _checked(rename))
         saved = translated(saved, lambda name: self.aliases.get(name, name), tied=True)
-        if strict:
-            ours = [name for group in self._named_groups() for name in group["param_names"]]
-            theirs = [name for group in saved["param_groups"] for name in group["params"]]
-            check_names(ours, [*theirs, *saved["state"]], self._may_miss())
+        ours = [name for group in self._named_groups() for name in group["param_names"]]
+        theirs = [name for group in saved["param_groups"] for name in group["params"]]
+        check_names(ours, [*theirs, *saved["state"]], self._may_miss(), strict=strict, has_rename=True)
         return saved
 
     def _may_miss(self) -> set[str]:
@@ -260,3 +261,15 @@ class KeyedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return attributes_of(self)
+
+
+def _checked(rename: Callable[[str], str]) -> Callable[[str], str]:
+    def renamed(name: str) -> str:
+        new = rename(name)
+        if not isinstance(new, str):
+            raise TypeError(
+                f"rename gave {new!r} for {name!r}, and a name is wanted: the same one, if it stays. Nothing has been loaded"
+            )
+        return new
+
+    return renamed

@@ -27,12 +27,25 @@ class KeyCheck:
         self._needed: dict[Any, frozenset[str] | None] = {}
 
     def __call__(self, name: str, parameter: torch.Tensor, state: State) -> None:
+        needed = self._needed_by(parameter)
+        if needed is not None:
+            refuse_keys(name, needed - state.keys(), state.keys() - needed if self._refuses_more else ())
+
+    def known(self, name: str, parameter: torch.Tensor, state: State) -> State:
+        """The pieces that the class knows. Those that it cannot step without must be there all the same."""
+        if type(self._optimizer) is torch.optim.SGD:
+            return {key: value for key, value in state.items() if key == "momentum_buffer"}
+        needed = self._needed_by(parameter)
+        if needed is None:
+            return state
+        refuse_keys(name, needed - state.keys(), ())
+        return {key: value for key, value in state.items() if key in needed}
+
+    def _needed_by(self, parameter: torch.Tensor) -> frozenset[str] | None:
         kind = parameter.dim(), parameter.dtype, parameter.device
         if kind not in self._needed:
             self._needed[kind] = needed_keys(self._optimizer, self._options, parameter)
-        needed = self._needed[kind]
-        if needed is not None:
-            refuse_keys(name, needed - state.keys(), state.keys() - needed if self._refuses_more else ())
+        return self._needed[kind]
 
 
 def refuse_keys(name: str, missing: Iterable[str], unexpected: Iterable[str]) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from farstep.optim.names import group_of, without_ties
+from farstep.optim import fast
+from farstep.optim.names import group_of, named, without_ties
 from farstep.optim.wrapper import KeyedOptimizerWrapper
 
 __all__ = ["NamedOptimizer"]
@@ -37,7 +39,8 @@ class NamedOptimizer(KeyedOptimizerWrapper):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        params = _named(named_parameters)
+        _check(named_parameters, optimizer_class, param_groups)
+        params = named(named_parameters, "named_parameters")
         if module is not None:
             known = {id(p) for p in params.values()}
             for name, p in module.named_parameters(remove_duplicate=False):
@@ -63,21 +66,24 @@ class NamedOptimizer(KeyedOptimizerWrapper):
         return [name for group in self._named_groups() for name in group["param_names"]]
 
 
-def _named(given: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    if isinstance(given, nn.Module):
+def _check(named_parameters: Any, optimizer_class: Any, param_groups: Any) -> None:
+    """Arguments that stand in another's place."""
+    if isinstance(named_parameters, type):
         raise TypeError(
-            "named_parameters is a mapping or pairs, not a module: give module.named_parameters()"
+            f"parameters first, then the class: NamedOptimizer(module.named_parameters(), {named_parameters.__name__}, ...)"
         )
-    pairs = list(given.items()) if isinstance(given, Mapping) else list(given)
-    named: dict[str, Any] = {}
-    for pair in pairs:
-        if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
-            raise TypeError(
-                "named_parameters is a mapping of names to parameters, or pairs, as module.named_parameters() gives"
-            )
-        name, parameter = pair
-        if named.setdefault(name, parameter) is not parameter:
-            raise ValueError(
-                f"two parameters have the name {name!r}. Names must differ, since the state is saved by name"
-            )
-    return named
+    if isinstance(optimizer_class, Optimizer):
+        kind = type(optimizer_class)
+        name = f"torch.optim.{kind.__name__}" if fast.is_torchs(optimizer_class) else kind.__name__
+        raise TypeError(f"this is an optimizer already: give the class, {name}, and its arguments")
+    if not callable(optimizer_class):
+        raise TypeError(
+            f"the second argument is a class of optimizers, as torch.optim.AdamW, not a {type(optimizer_class).__name__}"
+        )
+    if param_groups is not None and (
+        not isinstance(param_groups, Iterable) or isinstance(param_groups, str | Mapping | torch.Tensor)
+    ):
+        raise TypeError(
+            f"the third argument is param_groups, a list of dicts, not a {type(param_groups).__name__}; "
+            f"options are given by name: lr=0.1"
+        )

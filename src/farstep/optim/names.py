@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from farstep.optim.groups import options_of
 
-__all__ = ["group_of", "without_ties"]
+__all__ = ["group_of", "named", "without_ties"]
+
+
+def named(given: Mapping[str, Any] | Iterable[tuple[str, Any]], what: str) -> dict[str, Any]:
+    """Name -> parameter, of a mapping or of pairs. `what` is the argument's name."""
+    if isinstance(given, nn.Module):
+        raise TypeError(f"{what} is a mapping or pairs, not a module: give module.named_parameters()")
+    pairs = list(given.items()) if isinstance(given, Mapping) else list(given)
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise TypeError(
+                f"{what} is a mapping of names to parameters, or pairs, as module.named_parameters() gives"
+            )
+        name, parameter = pair
+        if found.setdefault(name, parameter) is not parameter:
+            raise ValueError(
+                f"two parameters have the name {name!r}. Names must differ, since the state is saved by name"
+            )
+    return found
 
 
 def without_ties(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -63,5 +84,8 @@ def group_of(
 def _by_name(name: str, params: Mapping[str, Any], aliases: Mapping[str, str]) -> Any:
     name = aliases.get(name, name)
     if name not in params:
-        raise ValueError(f"there is no parameter of the name {name!r}")
+        near = difflib.get_close_matches(name, [*params, *aliases], 1)
+        raise ValueError(
+            f"there is no parameter of the name {name!r}" + (f": did you mean {near[0]!r}?" if near else "")
+        )
     return params[name]

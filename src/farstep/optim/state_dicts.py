@@ -16,6 +16,7 @@ from farstep.optim.groups import copied, differ, options_of
 __all__ = [
     "Plan",
     "build",
+    "by_its_names",
     "check_names",
     "name_of_class",
     "options_and_states",
@@ -85,7 +86,7 @@ def plan_load(
     if strict and foreign:
         raise StateMismatch(
             f"the state has the options {', '.join(foreign)}, which {name_of_class(make)} does not have: it was saved by another optimizer "
-            f"class, or another version of it. Nothing has been loaded. load_state_dict(state, strict=False) leaves them out"
+            f"class, or another version of it. Nothing has been loaded"
         )
     saved_groups = [
         {key: value for key, value in group.items() if key not in foreign} for group in saved_groups
@@ -94,8 +95,7 @@ def plan_load(
         name: number for number, group in enumerate(saved_groups) for name in group["params"]
     }
     ours = [name for group in param_groups for name in group["param_names"]]
-    if strict:
-        check_names(ours, {**home, **states}, may_miss)
+    check_names(ours, {**home, **states}, may_miss, strict=strict)
     return Plan(
         [_options_for(number, group, saved_groups, home) for number, group in enumerate(param_groups)],
         {name: states[name] for name in ours if name in states},
@@ -103,14 +103,39 @@ def plan_load(
     )
 
 
-def check_names(ours: list[str], saved: Iterable[str], may_miss: Collection[str] = ()) -> None:
-    """StateMismatch, which lists them, where a name is in one and not in the other."""
+def check_names(
+    ours: list[str],
+    saved: Iterable[str],
+    may_miss: Collection[str] = (),
+    *,
+    strict: bool = True,
+    has_rename: bool = False,
+) -> None:
+    """StateMismatch, which lists them, where a name is in one and not in the other; if not `strict`, where none is in both.
+
+    `has_rename`: whether `load_state_dict` can be told of other names.
+    """
     theirs = dict.fromkeys(saved)
+    if not strict:
+        if ours and theirs and theirs.keys().isdisjoint(ours):
+            raise StateMismatch(
+                f"the state and the optimizer have no name of a parameter in common, and nothing has been loaded. In the state: "
+                f"{_some(theirs)}. Here: {_some(ours)}.{RENAMED if has_rename else ''}"
+            )
+        return
     missing = [name for name in ours if name not in theirs and name not in may_miss]
     known = set(ours)
     unexpected = [name for name in theirs if name not in known]
     if missing or unexpected:
-        raise StateMismatch(_mismatch(missing, unexpected))
+        raise StateMismatch(_mismatch(missing, unexpected, has_rename))
+
+
+RENAMED = " If the parameters were renamed: load_state_dict(state, rename=...)"
+
+
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 OF_SCHEDULES = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
@@ -159,20 +184,42 @@ def options_and_states(state_dict: Mapping[str, Any]) -> tuple[list[dict[str, An
             f'this is no state dict by names of parameters: it has "state" and "param_groups" ({type(exc).__name__}: {exc})'
         ) from exc
     if not named:
+        call = (
+            "rekey(state_dict)"
+            if all("param_names" in group for group in groups)
+            else "rekey(state_dict, names)"
+        )
         raise StateMismatch(
-            "this state dict has numbers where parameters' names are wanted; it is that of an ordinary optimizer. "
-            "farstep.optim.rekey(state_dict, names) puts names in their place"
+            f"this state dict has numbers where parameters' names are wanted; it is that of an ordinary optimizer. "
+            f"farstep.optim.{call} puts names in their place"
         )
     return groups, states
 
 
+def by_its_names(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state of an ordinary optimizer that was given names keeps them beside the numbers: by these names. Any other as it is."""
+    try:
+        groups = list(state_dict["param_groups"])
+        numbers = [key for group in groups for key in group["params"] if not isinstance(key, str)]
+        has_names = all("param_names" in group for group in groups)
+    except (KeyError, TypeError):
+        return state_dict  # it is no state dict, which others say
+    return rekey(state_dict) if numbers and has_names else state_dict
+
+
 def rekey(
-    state_dict: Mapping[str, Any], names: Iterable[str] | None = None, whose: str = "the optimizer"
+    state_dict: Mapping[str, Any],
+    names: Iterable[str | tuple[str, Any]] | None = None,
+    whose: str | None = None,
 ) -> dict[str, Any]:
     """An ordinary optimizer's state dict, with the parameters' names in place of their numbers. Nothing is copied.
 
-    `names` are in the order in which the optimizer was given its parameters, group by group. They may be left out if it was given names.
+    `names`, or (name, parameter) pairs, are in the order in which the optimizer has the parameters, group after group. An optimizer that was
+    made of `named_parameters()` has the names in its state: there they may be left out, and others are refused. `whose` is for farstep's own
+    optimizers, which know better than what they wrap.
     """
+    is_users = whose is None
+    whose = whose or "the optimizer"
     others = state_dict.keys() - {"state", "param_groups"}
     if others:
         raise OptimError(
@@ -181,17 +228,26 @@ def rekey(
         )
     groups = state_dict["param_groups"]
     keys = [key for group in groups for key in group["params"]]
+    own = None
+    if groups and all("param_names" in group for group in groups):
+        own = [name for group in groups for name in group["param_names"]]
     if names is None:
-        if not all("param_names" in group for group in groups):
+        if own is None:
             raise ValueError(
                 "this state dict has no names of parameters: rekey(state_dict, names) wants them"
             )
-        names = [name for group in groups for name in group["param_names"]]
-    names = list(names)
+        names = own
+    names = [each[0] if isinstance(each, tuple) else each for each in names]
     if len(names) != len(keys) or len(set(names)) != len(names):
         raise ValueError(
             f"rekey wants one name for each of the {len(keys)} parameters in the state dict, each another; it was given {len(names)}, "
             f"{len(set(names))} of them different"
+        )
+    if is_users and own is not None and names != own:
+        given, saved = next((a, b) for a, b in zip(names, own, strict=True) if a != b)
+        raise StateMismatch(
+            f"rekey was given the name {given!r} for a parameter that the state dict calls {saved!r}. It has names of its own: "
+            f"rekey(state_dict) takes them"
         )
     name_of = dict(zip(keys, names, strict=True))
     for key in state_dict["state"]:
@@ -242,14 +298,15 @@ def _is_first(old: str, new: str, taken: dict[str, str], states: dict[str, Any],
     return False
 
 
-def _mismatch(missing: list[str], unexpected: list[str]) -> str:
+def _mismatch(missing: list[str], unexpected: list[str], has_rename: bool) -> str:
     lines = ["the state does not fit the optimizer's parameters, and nothing has been loaded."]
     if missing:
         lines.append(f"Missing in the state: {', '.join(missing)}.")
     if unexpected:
         lines.append(f"Unexpected in the state: {', '.join(unexpected)}.")
     lines.append("load_state_dict(state, strict=False) loads what fits")
-    return " ".join(lines)
+    renamed = f".{RENAMED}" if has_rename and missing and unexpected else ""
+    return " ".join(lines) + renamed
 
 
 def _options_for(

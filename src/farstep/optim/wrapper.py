@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch.optim import Optimizer
@@ -13,7 +13,7 @@ from farstep.optim.fitting import State, fitted
 from farstep.optim.groups import copied
 from farstep.optim.keyed import KeyedOptimizer
 from farstep.optim.loading import KeyCheck, put, rehearse, untangled
-from farstep.optim.names import group_of, without_ties
+from farstep.optim.names import group_of, named, without_ties
 from farstep.optim.state_dicts import rekey
 
 __all__ = ["KeyedOptimizerWrapper"]
@@ -23,11 +23,16 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
     """Any optimizer, with its state by the names of parameters.
 
     Args:
-        params: name -> parameter, as for KeyedOptimizer.
+        params: name -> parameter, as for KeyedOptimizer, or pairs.
         optim_factory: makes the optimizer of a list of these parameters.
     """
 
-    def __init__(self, params: Mapping[str, Any], optim_factory: Callable[[list[Any]], Optimizer]) -> None:
+    def __init__(
+        self,
+        params: Mapping[str, Any] | Iterable[tuple[str, Any]],
+        optim_factory: Callable[[list[Any]], Optimizer],
+    ) -> None:
+        params = named(params, "params")
         optimizer = optim_factory(list(without_ties(params)[0].values()))
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
@@ -83,6 +88,9 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
                     new = fitted(optimizer, name, parameter, plan.states.get(name), old) or {}
                     if new and strict:
                         check(name, parameter, new)
+                    elif new:
+                        # Of another class's state nothing may be left: then the parameter keeps its own.
+                        new = check.known(name, parameter, new) or dict(old)
                 if new:
                     states[position] = untangled(new, old, live) if is_torchs else copied(new)
             groups.append({**copied(plan.options[number]), "params": places})
