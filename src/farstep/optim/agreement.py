@@ -21,7 +21,13 @@ def gathered(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [value]
     found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group)
+    try:
+        dist.all_gather_object(found, value, group)
+    except RuntimeError as exc:
+        raise OptimError(
+            f"rank {dist.get_rank(group)} has waited for the other ranks in vain: {exc}. Making an optimizer, adding a group, state_dict, load_state_dict, "
+            f"clip_grad_norm_ and step are called by all ranks of the group at once, and one has died or has not called it"
+        ) from exc
     return found
 
 
@@ -62,6 +68,7 @@ def agree(group: dist.ProcessGroup | None, error: BaseException | None) -> None:
             raise OptimError(f"rank {rank} could not go on, so neither does this one: {text}")
 
 
+CHUNK = 1 << 20
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -70,4 +77,11 @@ def values_of(tensor: Tensor) -> str:
     value = tensor.detach()
     if value.is_complex():
         value = torch.view_as_real(value)
-    return f"values {value.view(INTEGERS[value.element_size()]).sum(dtype=torch.int64).item():x}"
+    bits = value.contiguous().view(-1).view(INTEGERS[value.element_size()])
+    total = 0
+    for number in range(-(-bits.numel() // CHUNK)):
+        chunk = bits[number * CHUNK : (number + 1) * CHUNK]
+        # An odd factor for every place, so that the same values in another order are others.
+        places = torch.arange(chunk.numel(), dtype=torch.int64, device=chunk.device).mul_(2).add_(1)
+        total = (total * 1_000_003 + number + int(places.mul_(chunk).sum().item())) & 0xFFFFFFFFFFFFFFFF
+    return f"values with the checksum {total:016x}"

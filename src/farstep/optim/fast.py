@@ -18,6 +18,8 @@ FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 SMALL = 4096
 """On average so many elements or fewer: then it is calls that cost, not arithmetic."""
 PLAIN = (torch.Tensor, torch.nn.Parameter)
+NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
+"""What torch's own classes keep as a tensor of one number; all else has the parameter's shape."""
 
 
 def choose(
@@ -43,7 +45,7 @@ def choose(
         and kind.__name__ in FUSED
         and torch.get_default_dtype() is not torch.float64  # the step's count would have the wrong type
         and all(p.is_floating_point() and _is_dense(p) for p in params)
-        and all(_is_alike(p, value) for p in params for value in state.get(p, {}).values())
+        and all(_is_alike(p, key, value) for p in params for key, value in state.get(p, {}).items())
     ):
         return {"fused": True}
     if (
@@ -68,11 +70,11 @@ def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim")
 
 
-def _is_alike(parameter: torch.Tensor, value: Any) -> bool:
+def _is_alike(parameter: torch.Tensor, key: str, value: Any) -> bool:
     """A number, or laid out like the parameter: fused updates go through memory, and believe that everything is."""
     return (
         not isinstance(value, torch.Tensor)
-        or value.dim() == 0
+        or (value.dim() == 0 and key in NUMBERS)
         or (value.shape == parameter.shape and value.stride() == parameter.stride())
     )
 
@@ -85,6 +87,8 @@ def fitting(gradient: torch.Tensor, shadow: torch.Tensor) -> torch.Tensor:
         )
     if gradient.requires_grad:
         gradient = gradient.detach()
+    if gradient.is_conj() or gradient.is_neg():  # the memory has not the values
+        gradient = gradient.resolve_conj().resolve_neg()
     if gradient.layout is not torch.strided or gradient.stride() == shadow.stride():
         return gradient
     return torch.empty_like(shadow).copy_(gradient)

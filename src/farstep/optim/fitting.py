@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from farstep.errors import StateMismatch
 from farstep.optim import fast
+from farstep.optim.fast import NUMBERS
 
 __all__ = ["State", "attributes_of", "fitted", "local_shards", "needs_closure", "twin_of"]
 
@@ -50,10 +51,6 @@ def needs_closure(kind: type[Optimizer]) -> bool:
 def local_shards(value: Any) -> list[torch.Tensor] | None:
     """What is here of a ShardedTensor. None for anything else."""
     return [shard.tensor for shard in value.local_shards()] if hasattr(value, "local_shards") else None
-
-
-NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
-"""What torch's own classes keep as a tensor of one number; all else has the parameter's shape."""
 
 
 def fitted(

@@ -17,6 +17,7 @@ from farstep.errors import OptimError
 from farstep.optim import adapters, fast, sharded_state
 from farstep.optim.agreement import check_same, values_of
 from farstep.optim.elementwise import ELEMENTWISE, NOT_ELEMENTWISE
+from farstep.optim.groups import options_of
 from farstep.optim.members import Member, Part, kind_of, member_of
 from farstep.optim.named_groups import NamedGroup, parse_named_group, parse_named_groups
 from farstep.optim.sharded_clip import coefficient_of, total_norm
@@ -74,6 +75,11 @@ class ShardedOptimizer(Optimizer):
             raise ValueError(f"shard is one of {', '.join(SHARD)}, not {shard!r}")
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes is at least 1, not {bucket_bytes}")
+        if isinstance(named_params, type) or not callable(optimizer_class):
+            raise TypeError(
+                f"ShardedOptimizer(named_params, optimizer_class, ...): parameters with names first, then a class such as torch.optim.AdamW, and its "
+                f"arguments; not a {type(named_params).__name__} and a {type(optimizer_class).__name__}"
+            )
         groups = parse_named_groups(named_params)
         self.process_group = process_group
         self._is_ready = False
@@ -82,7 +88,12 @@ class ShardedOptimizer(Optimizer):
         self._same_host = same_host
         kind = optimizer_class.func if isinstance(optimizer_class, functools.partial) else optimizer_class
         self._elementwise = elementwise if elementwise is not None else kind in ELEMENTWISE
+        self._kind = kind
         self._ranks = dist.get_world_size(process_group) if dist.is_initialized() else 1
+        if self._ranks < 1:
+            raise OptimError(
+                f"rank {dist.get_rank()} of the job is not in process_group: only the ranks of the group make this optimizer"
+            )
         is_plain = all(kind_of(p) == "Tensor" for group in groups for p in group.parameters)
         self._spreads_state = self._ranks > 1 and (shard == "state" or (shard == "auto" and is_plain))
         self._refuse(kind, elementwise, groups)
@@ -91,6 +102,8 @@ class ShardedOptimizer(Optimizer):
         self._zeros: list[Zero] = []
         self._chosen: list[dict[str, bool]] = []
         """Of each group: what is set during a step. See `fast`."""
+        self._settled: dict[int, Any] = {}
+        """How each shadow lay in memory when that was chosen."""
         members, zeros = self._take(groups)
         given: list[Any] = [
             {"params": shadows, **group.options}
@@ -110,6 +123,8 @@ class ShardedOptimizer(Optimizer):
                 f"{name_of_class(optimizer_class)} has put the parameters into groups of its own, so that neither options nor state could be told "
                 f"apart. Give the groups to ShardedOptimizer: [{{'params': ..., 'lr': ...}}, ...]"
             )
+        if not any(_shadows(members)):
+            self._inner.state.clear()  # what some classes have at once, here of the placeholder
         super().__init__([{"params": []}], self._inner.defaults)
         self._members, self._zeros = members, zeros
         self._adopt(groups)
@@ -158,6 +173,7 @@ class ShardedOptimizer(Optimizer):
                 self.process_group,
                 bucket_bytes=self._bucket_bytes,
                 elementwise=self._elementwise,
+                piecewise=self._kind in ELEMENTWISE,
                 reduce_gradients=self._reduce_gradients,
                 neighbours=self._neighbours(parameters),
             )
@@ -181,20 +197,27 @@ class ShardedOptimizer(Optimizer):
         return found
 
     def _check_same(self, groups: list[NamedGroup]) -> None:
-        facts = {"the optimizer class": name_of_class(self._make)}
+        facts = {
+            "the optimizer class": name_of_class(self._make),
+            "shard": "used" if self._spreads_state else "not used",
+            "elementwise": str(self._elementwise),
+            "reduce_gradients": str(self._reduce_gradients),
+            "bucket_bytes": str(self._bucket_bytes),
+            "same_host": str(self._same_host),
+        }
         values = {}
         for number, group in enumerate(groups):
             for name, p in zip(group.names, group.parameters, strict=True):
                 kind = kind_of(p)
-                facts[name] = f"a {kind} of shape {tuple(p.shape)}, {p.dtype}, in group {number}"
+                lies = "" if p.is_contiguous() else f" with strides {p.stride()}"
+                facts[name] = f"a {kind} of shape {tuple(p.shape)}{lies}, {p.dtype}, in group {number}"
                 if self._spreads_state and kind == "Tensor":
                     values[name] = values_of(p)
         check_same(
             self.process_group,
             "the ranks were not given the same parameters",
             facts,
-            "All ranks of process_group give the same names, shapes and dtypes in the same order. Plain tensors that are local parts are stepped as they "
-            'are with shard="none"',
+            "All ranks of process_group give the same arguments, and parameters of the same names, shapes, strides and dtypes in the same order",
         )
         check_same(
             self.process_group,
@@ -223,6 +246,7 @@ class ShardedOptimizer(Optimizer):
         )
 
     def _settle(self) -> None:
+        self._settled = {id(s): (s.shape, s.stride()) for shadows in _shadows(self._members) for s in shadows}
         self._chosen = [
             fast.choose(self._inner, {**group, "params": shadows})
             for group, shadows in zip(self.param_groups, _shadows(self._members), strict=True)
@@ -265,8 +289,16 @@ class ShardedOptimizer(Optimizer):
                 loss = closure()
         self._step_local()
         for zero in self._zeros:
-            zero.step(self._update)
+            zero.step(self._update, self._options())
         return loss
+
+    def _options(self) -> dict[str, str]:
+        """Of all groups, in words that can be compared."""
+        return {
+            f"param_groups[{number}][{key!r}]": repr(value.tolist() if isinstance(value, Tensor) else value)
+            for number, group in enumerate(self.param_groups)
+            for key, value in options_of(group).items()
+        }
 
     def _step_local(self) -> None:
         """What this rank steps without the others."""
@@ -286,6 +318,8 @@ class ShardedOptimizer(Optimizer):
                 member.drop_gradients()
 
     def _update(self, given: Mapping[int, list[Tensor]]) -> None:
+        if any(self._settled.get(id(s)) != (s.shape, s.stride()) for each in given.values() for s in each):
+            self._settle()  # `.data` has been set to something else, which the state may not fit
         with self._showing(given), fast.only_what_fused_takes(self._inner):
             self._inner.step()
 
@@ -323,8 +357,13 @@ class ShardedOptimizer(Optimizer):
         Each element counts once, however many ranks have it. It comes after the last backward pass and right before `step`. Where gradients are still
         to be reduced it does that, and leaves the means in those parts of `.grad` that this rank owns; the rest is of no more use.
         """
+        if not isinstance(max_norm, int | float | Tensor):
+            raise TypeError(
+                f"max_norm is a number, not a {type(max_norm).__name__}: clip_grad_norm_(max_norm) takes no parameters, it clips all of this optimizer's"
+            )
         norm_type = float(norm_type)
-        own = [part for zero in self._zeros for part in zero.reduce()]
+        options = {"max_norm": str(float(max_norm)), "norm_type": str(norm_type)}
+        own = [part for zero in self._zeros for part in zero.reduce(options)]
         others = [
             (member, gradient)
             for members in self._members
@@ -333,7 +372,7 @@ class ShardedOptimizer(Optimizer):
             for gradient in member.gradients()
         ]
         counted = [gradient for member, gradient in others if member.counts()]
-        norm = total_norm([*own, *counted], norm_type, self.process_group)
+        norm = total_norm([*own, *counted], norm_type, self._norm_dtype(), self.process_group)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
                 f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped. To disable this error and scale the gradients by "
@@ -346,7 +385,17 @@ class ShardedOptimizer(Optimizer):
             zero.remember()
         return norm
 
+    def _norm_dtype(self) -> torch.dtype:
+        """The same on all ranks, whichever parameters they have a part of."""
+        kinds = [m.parameter.dtype.to_real() for members in self._members for m in members]
+        return functools.reduce(torch.promote_types, kinds) if kinds else torch.float32
+
     # -- state --------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "a ShardedOptimizer is neither copied nor pickled: it belongs to a process group and to parameters. Save its state_dict(), and load that into another"
+        )
 
     def state_dict(
         self, *, full: bool = False, rank0_only: bool = False, cpu_offload: bool = False
@@ -357,6 +406,10 @@ class ShardedOptimizer(Optimizer):
         replicated parameter. With `full` they are whole plain tensors, gathered into place, on every rank or, with `rank0_only`, on the first; the
         others get an empty dict. `cpu_offload` has them in main memory.
         """
+        if rank0_only and not full:
+            raise ValueError(
+                "rank0_only=True goes with full=True: without it every rank has a part of its own, and all are needed"
+            )
         adapters.run_state_dict_pre_hooks(self)
         found = sharded_state.read(self, full, rank0_only, cpu_offload)
         return adapters.run_state_dict_post_hooks(self, found)

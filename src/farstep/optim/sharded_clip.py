@@ -9,11 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from farstep.errors import OptimError
+
 __all__ = ["coefficient_of", "total_norm"]
 
 
-def total_norm(parts: Iterable[Tensor], norm_type: float, group: dist.ProcessGroup | None) -> Tensor:
-    """Of what all ranks give together. Each part's norm is torch's own; they are put together in float64."""
+def total_norm(
+    parts: Iterable[Tensor], norm_type: float, dtype: torch.dtype, group: dist.ProcessGroup | None
+) -> Tensor:
+    """Of what all ranks give together, as a `dtype`. Each part's norm is torch's own; they are put together in float64."""
     found = [torch.linalg.vector_norm(part, norm_type) for part in parts if part.numel()]
     device = found[0].device if found else torch.device("cpu")
     is_max = math.isinf(norm_type) and norm_type > 0
@@ -33,10 +37,15 @@ def total_norm(parts: Iterable[Tensor], norm_type: float, group: dist.ProcessGro
         own = each.pow(norm_type).sum()
     if dist.is_initialized() and dist.get_world_size(group) > 1:
         kind = dist.ReduceOp.MAX if is_max else dist.ReduceOp.MIN if is_min else dist.ReduceOp.SUM
-        dist.all_reduce(own, kind, group)
+        try:
+            dist.all_reduce(own, kind, group)
+        except RuntimeError as exc:
+            raise OptimError(
+                f"rank {dist.get_rank(group)}: all ranks clip at once, and one has died or does not: {exc}. Gradients have not been scaled"
+            ) from exc
     if not (is_max or is_min or norm_type == 0):
         own = own.pow(1 / norm_type)
-    return own.to(found[0].dtype if found else torch.float32)
+    return own.to(dtype)
 
 
 def coefficient_of(norm: Tensor, max_norm: float) -> Tensor:

@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farstep.errors import FarstepError, OptimError, StateMismatch
+from farstep.optim import fast
 from farstep.optim.agreement import agree, gathered
 from farstep.optim.elementwise import ELEMENTWISE
 from farstep.optim.fitting import twin_of
-from farstep.optim.groups import copied
+from farstep.optim.groups import copied, differ, options_of
 from farstep.optim.members import Member, kind_of
 from farstep.optim.state_dicts import build, plan_load
 from farstep.state import Box, Layout, Shards, Spread, exchange, local_tensors, plan, respread, shards_of
@@ -45,6 +46,10 @@ class _Number:
             return cls(value.item(), value.dtype)
         return cls(value)
 
+    def is_like(self, other: _Number) -> bool:
+        is_nan = self.value != self.value and other.value != other.value
+        return is_nan or not differ(self.value, other.value)
+
     def copy(self) -> Any:
         return copied(self.value) if self.dtype is None else torch.tensor(self.value, dtype=self.dtype)
 
@@ -65,8 +70,16 @@ Entries = dict[str, dict[str, Entry]]
 
 def read(optimizer: ShardedOptimizer, full: bool, rank0_only: bool, cpu_offload: bool) -> dict[str, Any]:
     rank = _rank(optimizer)
-    held = _held(optimizer)
-    schema = _merged(gathered(optimizer.process_group, _schema(optimizer, held)))
+    error: BaseException | None = None
+    held: dict[str, list[dict[str, Any]]] = {}
+    own: Entries = {}
+    try:
+        held = _held(optimizer)
+        own = _schema(optimizer, held)
+    except Exception as exc:
+        error = exc
+    agree(optimizer.process_group, error)
+    schema = _merged(gathered(optimizer.process_group, own))
     states: dict[str, dict[str, Any]] = {}
     sources: dict[str, Shards] = {}
     targets: dict[str, Shards] = {}
@@ -117,6 +130,11 @@ def load(optimizer: ShardedOptimizer, given: Any, strict: bool, broadcast_from_r
     every = gathered(group, (entries, groups))
     merged = _merged([each for each, _ in every])
     saved_groups = next((each for _, each in every if each is not None), None)
+    for _, each in every:
+        if each is not None and differ([_plain(g) for g in each], [_plain(g) for g in saved_groups or ()]):
+            raise StateMismatch(
+                "the ranks were given states with different param_groups: parts of one save belong together; nothing has been loaded"
+            )
     # From here on to the plan every rank comes to the same.
     parts = {"state": merged, "param_groups": saved_groups}
     loading = plan_load(optimizer._make, optimizer.defaults, optimizer.param_groups, parts, strict)
@@ -278,9 +296,15 @@ def _merged(every: Sequence[Entries]) -> Entries:
         for name, state in entries.items():
             for key, entry in state.items():
                 known = found.setdefault(name, {}).setdefault(key, entry)
-                if known is not entry and isinstance(entry, _Spread) and isinstance(known, _Spread):
+                if known is entry:
+                    continue
+                if isinstance(entry, _Spread) and isinstance(known, _Spread):
                     _check_alike(name, key, known, entry)
                     known.boxes.update(entry.boxes)
+                elif isinstance(entry, _Spread) or isinstance(known, _Spread) or not known.is_like(entry):
+                    raise StateMismatch(
+                        f"the state {key!r} of parameter {name!r} is not the same on all ranks: parts of one save belong together; nothing has been changed"
+                    )
     return found
 
 
@@ -306,6 +330,10 @@ def _targets(
         states[member.name] = mine
         for key, entry in wanted[member.name].items():
             if isinstance(entry, _Number):
+                if fast.is_torchs(optimizer._inner) and key not in fast.NUMBERS and member.shape:
+                    raise StateMismatch(
+                        f"the state {key!r} of parameter {member.name!r} is {entry.value!r}, and the parameter has the shape {member.shape}; nothing has been loaded"
+                    )
                 for state in mine:
                     state[key] = entry.copy()
                 continue
@@ -363,6 +391,10 @@ def _loaded(
 
 def _members(optimizer: ShardedOptimizer) -> list[Member]:
     return [member for members in optimizer._members for member in members]
+
+
+def _plain(group: Any) -> dict[str, Any]:
+    return {**options_of(group), "params": list(group["params"])}
 
 
 def _label(name: str, key: str) -> str:

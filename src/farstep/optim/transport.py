@@ -22,8 +22,8 @@ __all__ = ["BROKEN", "Gather", "Live", "Transport", "in_place", "pack", "room_fo
 
 DEPTH = 3
 """Pieces under way at once. One is not enough to overlap; more only take memory."""
-GRADIENTS, VALUES = 0, 1
-"""Tags."""
+GRADIENTS, VALUES = 0x57A9D, 0x57A9E
+"""Tags that keep these messages apart from those of the program's own."""
 
 BROKEN = "Some parameters may have been updated and others not: start again from a checkpoint"
 

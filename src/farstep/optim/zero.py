@@ -6,6 +6,7 @@ of parameters and a piece is updated as soon as its gradient is there. Other cla
 
 from __future__ import annotations
 
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
@@ -16,6 +17,7 @@ from torch.autograd.graph import increment_version
 
 from farstep.errors import OptimError
 from farstep.optim import fast
+from farstep.optim.agreement import check_same
 from farstep.optim.direct import Direct
 from farstep.optim.partition import Extent, Segment, divide
 from farstep.optim.transport import Transport
@@ -43,11 +45,15 @@ class Zero:
         *,
         bucket_bytes: int,
         elementwise: bool,
+        piecewise: bool,
         reduce_gradients: bool,
         neighbours: Neighbours | None = None,
     ) -> None:
         self.names, self.parameters, self.numbers = names, parameters, numbers
         self._group, self._elementwise, self._reduce = group, elementwise, reduce_gradients
+        self._piecewise = elementwise and piecewise
+        """Whether a step may be many steps of the optimizer, each of some parameters."""
+        self._kinds = [_kind(p) for p in parameters]
         self._rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         extents = [
             Extent(
@@ -101,22 +107,31 @@ class Zero:
 
     # -- steps --------------------------------------------------------------------------------------------
 
-    def step(self, update: Update) -> None:
-        """On all ranks at once: reduce, update, publish."""
+    def step(self, update: Update, options: Mapping[str, str]) -> None:
+        """On all ranks at once: reduce, update, publish. `options` must be the same on all."""
         self._follow()
-        has_gradient = self._census()
+        has_gradient = self._census(options)
         reduce = self._reduce and self._reduced is None
         self._reduced = None
         live = self._transport.live(has_gradient)
         gather = self._transport.gather([p.data for p in self.parameters], live)
         rounds = self._transport.reduced(self._gradients(), self.parameters, live, reduce=reduce)
-        if self._elementwise:
+        if self._piecewise:
             for n, number, gradient in rounds:
                 if number is not None and gradient is not None:
-                    self._update_piece(number, gradient, has_gradient, update)
+                    self._run(update, self._with_gradients(number, gradient, has_gradient))
                 gather.publish(n)
         else:
-            self._update_whole(rounds, has_gradient, update)
+            if self._elementwise:
+                given: dict[int, list[Tensor]] = defaultdict(list)
+                for _, number, gradient in rounds:
+                    if number is not None and gradient is not None:
+                        part = self._with_gradients(number, gradient.clone(), has_gradient)
+                        for group, shadows in part.items():
+                            given[group] += shadows
+                self._run(update, given)
+            else:
+                self._update_whole(rounds, has_gradient, update)
             for n in range(max(map(len, live))):
                 gather.publish(n)
         gather.finish()
@@ -124,9 +139,10 @@ class Zero:
         if changed:
             increment_version(changed)  # the new values have come past autograd
 
-    def _update_piece(
-        self, number: int, gradient: Tensor, has_gradient: Sequence[bool], update: Update
-    ) -> None:
+    def _with_gradients(
+        self, number: int, gradient: Tensor, has_gradient: Sequence[bool]
+    ) -> dict[int, list[Tensor]]:
+        """The shadows of a piece, by group, with their gradients."""
         given: dict[int, list[Tensor]] = defaultdict(list)
         at = 0
         for segment in self._owned[self._rank][number]:
@@ -136,7 +152,7 @@ class Zero:
                 shadow.grad = fast.fitting(part, shadow)
                 given[self.numbers[segment.parameter]].append(shadow)
             at += segment.numel
-        self._run(update, given)
+        return given
 
     def _update_whole(self, rounds: object, has_gradient: Sequence[bool], update: Update) -> None:
         given: dict[int, list[Tensor]] = defaultdict(list)
@@ -158,7 +174,7 @@ class Zero:
 
     def _run(self, update: Update, given: Mapping[int, list[Tensor]]) -> None:
         try:
-            if given:
+            if given or not self._piecewise:  # a class may count its steps
                 update(given)
         finally:
             for shadow in (each for several in given.values() for each in several):
@@ -177,13 +193,16 @@ class Zero:
     def _gradients(self) -> list[Tensor | None]:
         return [None if p.grad is None else fast.fitting(p.grad, p) for p in self.parameters]
 
-    def _census(self) -> list[bool]:
+    def _census(self, options: Mapping[str, str], *, clips: bool = False) -> list[bool]:
         """Which parameters have a gradient on any rank. All ranks come to the same, and raise the same."""
+        digest = zlib.crc32(repr(options).encode()) & 0xFFFFF
         gradients = [p.grad for p in self.parameters]
         has = [g is not None for g in gradients]
         is_sparse = [g is not None and g.layout is not torch.strided for g in gradients]
         device = self.parameters[0].device
-        counts = torch.tensor([has, is_sparse, self._stale()], dtype=torch.int32, device=device)
+        changed = [_kind(p) != kind for p, kind in zip(self.parameters, self._kinds, strict=True)]
+        said = [*has, *is_sparse, *self._stale(), *changed, digest, digest * digest]
+        counts = torch.tensor(said, dtype=torch.int64, device=device)
         try:
             dist.all_reduce(counts, group=self._group)
         except RuntimeError as exc:
@@ -191,21 +210,40 @@ class Zero:
                 f"rank {self._rank}: a step begins on all ranks of the group at once, and one of them has died or does not step: {exc}. "
                 f"Nothing has been changed here"
             ) from exc
-        having, sparse, stale = counts.tolist()
+        *found, total, squares = counts.tolist()
+        n = len(has)
+        having, sparse, stale, other = (found[i * n : (i + 1) * n] for i in range(4))
+        if any(other):
+            named = [name for name, count in zip(self.names, other, strict=True) if count]
+            raise OptimError(
+                f"{', '.join(map(repr, named))} has another shape, dtype or other strides than when the optimizer was made, on some rank. Make the optimizer after "
+                f"such a change. Nothing has been changed"
+            )
+        if dist.get_world_size(self._group) * squares != total * total:  # their variance is not 0
+            check_same(
+                self._group,
+                "the ranks' options differ",
+                options,
+                "They must be the same on all: each rank updates its own part with them. A scheduler that follows a metric is to be given the mean of all "
+                "ranks'. Nothing has been changed",
+            )
         if any(sparse):
             named = [name for name, count in zip(self.names, sparse, strict=True) if count]
             raise OptimError(
                 f"the gradient of {', '.join(map(repr, named))} is sparse, and the state of replicated parameters is spread by dense ranges. Make the module "
                 f"with sparse=False, or step these parameters by an optimizer of their own. Nothing has been changed"
             )
+        ranks = dist.get_world_size(self._group)
         if any(stale):
             self._reduced = None
+            if clips and all(count == ranks for count, has in zip(stale, having, strict=True) if has):
+                stale = []  # there was no step in between, and all are new
+        if any(stale):
             named = [name for name, count in zip(self.names, stale, strict=True) if count]
             raise OptimError(
                 f"the gradient of {', '.join(map(repr, named))} has changed since clip_grad_norm_ made it the mean of all ranks': clip after the last backward "
                 f"pass, right before step. Nothing has been changed; zero_grad() and a new backward pass go on from here"
             )
-        ranks = dist.get_world_size(self._group)
         if not self._reduce:
             some = [name for name, count in zip(self.names, having, strict=True) if 0 < count < ranks]
             if some:
@@ -215,11 +253,9 @@ class Zero:
                 )
         return [count > 0 for count in having]
 
-    def reduce(self) -> list[Tensor]:
+    def reduce(self, options: Mapping[str, str]) -> list[Tensor]:
         """Have the mean gradients of what this rank owns in `.grad`, before a step that will find them there. Returns those parts."""
-        if any(self._stale()):
-            self._reduced = None  # there was no step in between, and these are new ones
-        has_gradient = self._census()
+        has_gradient = self._census(options, clips=True)
         for parameter, has in zip(self.parameters, has_gradient, strict=True):
             if has:
                 gradient = (
@@ -308,3 +344,7 @@ class Zero:
     def _boxes(self, segment: Segment) -> list[Box]:
         shape = self.parameters[segment.parameter].shape
         return [Box.whole(shape)] if segment.numel == 0 else flat_boxes(shape, segment.start, segment.stop)
+
+
+def _kind(parameter: Tensor) -> tuple[torch.Size, torch.dtype, tuple[int, ...]]:
+    return parameter.shape, parameter.dtype, parameter.stride()

@@ -9,6 +9,7 @@ from datetime import timedelta
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from farstep.errors import ExchangeError, StateError
 from farstep.state.local import Local
@@ -17,6 +18,10 @@ from farstep.state.sweep import Ints
 __all__ = ["agree"]
 
 _READY, _FAILED = 0, 1
+SAME = (
+    "All ranks are to give the same layouts and the same budget_bytes. What only one rank shall hold is given on all of them: "
+    "on_rank(tensor, 0), with a tensor on the meta device elsewhere"
+)
 
 
 def agree(
@@ -53,16 +58,37 @@ def agree(
         raise ExchangeError(
             f"nothing was exchanged, because {', '.join(map(name, failed))} could not begin; see the error there"
         )
+    wrong = _mismatch(local, heard, message_bytes, rank, ranks, name)
+    # Of two ranks that differ only the one that is to receive sees it; and the others would begin.
+    found = torch.tensor([wrong is not None], dtype=torch.int64)
+    try:
+        work = dist.all_reduce(found, dist.ReduceOp.MAX, group=group, async_op=True)
+        work.wait() if timeout is None else work.wait(timeout)
+    except RuntimeError as exc:
+        raise ExchangeError(f"rank {rank} could not compare plans with the other ranks: {exc}") from exc
+    if wrong is not None:
+        raise ExchangeError(f"nothing was exchanged: {wrong}. {SAME}")
+    if found.item():
+        raise ExchangeError(
+            f"nothing was exchanged: other ranks do not expect the same; see the errors there. {SAME}"
+        )
+
+
+def _mismatch(
+    local: Local, heard: Tensor, message_bytes: int, rank: int, ranks: int, name: Callable[[int], str]
+) -> str | None:
+    """What this rank was told by others and does not expect."""
     for peer in range(ranks):
         expected = (0, 0, 0)
         if peer in local.received:
             expected = _digest(local, local.received[peer], message_bytes)
         if tuple(heard[peer, 1:].tolist()) != expected:
             count, nbytes, _ = heard[peer, 1:].tolist()
-            raise ExchangeError(
-                f"nothing was exchanged: {name(peer)} would send {count} regions of {nbytes:,} bytes to {name(rank)}, which expects "
-                f"{expected[0]} of {expected[1]:,}. All ranks are to give the same layouts and the same budget_bytes"
+            return (
+                f"{name(peer)} would send {count} regions of {nbytes:,} bytes to {name(rank)}, which expects "
+                f"{expected[0]} of {expected[1]:,}"
             )
+    return None
 
 
 def _digest(local: Local, rows: Ints, message_bytes: int) -> tuple[int, int, int]:

@@ -90,6 +90,7 @@ def respread(
     If one rank cannot plan its part, all raise.
     """
     part, failure = None, None
+    source, target = _shards_by_name(source), _shards_by_name(target)
     try:
         part = plan_copies(
             Layout({name: each.spread for name, each in source.items()}),
@@ -106,6 +107,17 @@ def respread(
         group,
         _Options(budget_bytes, progress, timeout_s, check, same_host),
     )
+
+
+def _shards_by_name(given: Mapping[str, Shards]) -> Mapping[str, Shards]:
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"Shards by name are wanted, not a {type(given).__name__}: of a model, give named_shards(model)"
+        )
+    for name, value in given.items():
+        if not isinstance(value, Shards):
+            raise TypeError(f"{name!r} is a {type(value).__name__}, and not Shards: give shards_of(it)")
+    return given
 
 
 @dataclass(frozen=True, slots=True)
