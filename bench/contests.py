@@ -101,7 +101,8 @@ BY_NAME = [
         subject.key,
         ranks,
         [Match(f"{subject.title}, {ranks} rank{'s' * (ranks > 1)}", "torch", "farstep", target)],
-        memory=ranks == 4,
+        most_rounds=5,
+        weighed=("torch", "farstep") if ranks == 4 else (),
     )
     for subject in optim_state.SUBJECTS
     for ranks, target in subject.targets.items()
