@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["choose", "fitting", "is_torchs", "only_what_fused_takes"]
+from farstep.state.known import NUMBERS, is_torchs
+
+__all__ = ["NUMBERS", "choose", "fitting", "is_torchs", "only_what_fused_takes"]
 
 FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 SMALL = 4096
 """On average so many elements or fewer: then it is calls that cost, not arithmetic."""
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
-"""What torch's own classes keep as a tensor of one number; all else has the parameter's shape."""
 
 
 def choose(
@@ -63,11 +63,6 @@ def _is_dense(parameter: torch.Tensor) -> bool:
     return (
         parameter.is_contiguous() or torch.empty_like(parameter, device="meta").stride() == parameter.stride()
     )
-
-
-def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its class is one of torch's own, of which is known what they do."""
-    return type(optimizer).__module__.startswith("torch.optim")
 
 
 def _is_alike(parameter: torch.Tensor, key: str, value: Any) -> bool:

@@ -288,8 +288,9 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._step_local()
+        options = self._options() if self._zeros else {}
         for zero in self._zeros:
-            zero.step(self._update, self._options())
+            zero.step(self._update, options)
         return loss
 
     def _options(self) -> dict[str, str]:

@@ -12,6 +12,7 @@ import torch
 
 from farstep.errors import OptimError, StateMismatch
 from farstep.optim.groups import copied, differ, options_of
+from farstep.state.known import OF_SCHEDULES
 
 __all__ = [
     "Plan",
@@ -136,10 +137,6 @@ RENAMED = " If the parameters were renamed: load_state_dict(state, rename=...)"
 def _some(names: Iterable[str]) -> str:
     names = list(names)
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-
-
-OF_SCHEDULES = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
-"""What torch's schedulers keep in groups."""
 
 
 def _foreign(make: Callable[..., Any], known: Iterable[str], saved: list[dict[str, Any]]) -> list[str]:

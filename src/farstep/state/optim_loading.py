@@ -15,20 +15,18 @@ from farstep.errors import StateMismatch
 from farstep.state.adapters import like
 from farstep.state.adapters.ranks import Group, own_rank, size_of
 from farstep.state.council import agree
+from farstep.state.known import NUMBERS, is_torchs
 from farstep.state.layout import Spread
 from farstep.state.optim_entries import Number, copied, label, union
 from farstep.state.optim_given import Entry, Given, Owned, Whole, cleaned, given_to
 from farstep.state.optim_moving import Options, move
-from farstep.state.optim_options import check_names, is_torchs, options_for, stepper_of
+from farstep.state.optim_options import check_names, options_for, stepper_of
 from farstep.state.optim_profile import Profile
 from farstep.state.optim_roster import Optimizers, Roster, Seated, SeatGroup, roster_of
 from farstep.state.optim_seats import Seat, retyped
 from farstep.state.shards import Shards
 
 __all__ = ["Loading", "Translation", "load"]
-
-NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
-"""What torch's own classes keep as a tensor of one number; all else of theirs has the parameter's shape."""
 
 
 def load(

@@ -8,23 +8,17 @@ from typing import Any
 from torch.optim import Optimizer
 
 from farstep.errors import StateMismatch
+from farstep.state.known import OF_SCHEDULES, is_torchs
 from farstep.state.optim_entries import union, unlike
 from farstep.state.optim_roster import Roster, Seated, SeatGroup
 from farstep.state.optim_schema import options_of
 
-__all__ = ["check_names", "is_torchs", "options_for", "stepper_of"]
-
-OF_SCHEDULES = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
-"""What torch's schedulers keep in groups."""
+__all__ = ["check_names", "options_for", "stepper_of"]
 
 
 def stepper_of(optimizer: Optimizer) -> Optimizer:
     """Whose class it is that steps."""
     return optimizer.optim_stepper() if isinstance(optimizer, Seated) else optimizer
-
-
-def is_torchs(optimizer: Optimizer) -> bool:
-    return type(optimizer).__module__.startswith("torch.optim")
 
 
 def check_names(roster: Roster, saved: Collection[str], with_state: Collection[str]) -> None:
