@@ -333,8 +333,9 @@ class DistributedOptimizer(Optimizer):
 
     def _load(self, state_dict: dict[str, Any], strict: bool, timeout: float) -> None:
         state_dict = adapters.run_load_state_dict_pre_hooks(self, state_dict)
+        given = state_dicts.by_its_names(state_dict)
         seconds = self._agent.effective_timeout(timeout)
-        plan = state_dicts.plan_load(self._make[0], self.defaults, self.param_groups, state_dict, strict)
+        plan = state_dicts.plan_load(self._make[0], self.defaults, self.param_groups, given, strict)
         args = {
             info: (owner.id, *state_dicts.share(plan, owner.names), seconds)
             for info, owner in self._owners.items()

@@ -27,19 +27,29 @@ class KeyCheck:
         self._needed: dict[Any, frozenset[str] | None] = {}
 
     def __call__(self, name: str, parameter: torch.Tensor, state: State) -> None:
-        needed = self._needed_by(parameter)
-        if needed is not None:
-            refuse_keys(name, needed - state.keys(), state.keys() - needed if self._refuses_more else ())
+        known = self._known_of(parameter)
+        if known is not None:
+            needed, more = known
+            unexpected = state.keys() - needed - more if self._refuses_more else ()
+            refuse_keys(name, needed - state.keys(), unexpected)
 
     def known(self, name: str, parameter: torch.Tensor, state: State) -> State:
         """The pieces that the class knows. Those that it cannot step without must be there all the same."""
-        if type(self._optimizer) is torch.optim.SGD:
-            return {key: value for key, value in state.items() if key == "momentum_buffer"}
-        needed = self._needed_by(parameter)
-        if needed is None:
+        known = self._known_of(parameter)
+        if known is None:
             return state
+        needed, more = known
         refuse_keys(name, needed - state.keys(), ())
-        return {key: value for key, value in state.items() if key in needed}
+        return {key: value for key, value in state.items() if key in needed or key in more}
+
+    def _known_of(self, parameter: torch.Tensor) -> tuple[frozenset[str], frozenset[str]] | None:
+        """What it cannot step without, and what it may have beside that. None where nobody knows."""
+        if type(self._optimizer) is torch.optim.SGD:
+            return frozenset(), frozenset(
+                {"momentum_buffer"}
+            )  # made late, and kept when it is no longer used
+        needed = self._needed_by(parameter)
+        return None if needed is None else (needed, frozenset())
 
     def _needed_by(self, parameter: torch.Tensor) -> frozenset[str] | None:
         kind = parameter.dim(), parameter.dtype, parameter.device

@@ -253,7 +253,7 @@ def _of_dtensor(name: str, parameter: Tensor, group: Group) -> Seat:
         views,
         requires_grad=parameter.requires_grad,
         is_dtensor=True,
-        form=lambda values: values[0].detach(),
+        form=lambda values, dtype: values[0].detach(),
         fresh=fresh,
     )
 
