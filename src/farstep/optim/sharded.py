@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -15,10 +15,12 @@ from torch.optim import Optimizer
 from farstep.errors import OptimError
 from farstep.optim import adapters, fast, sharded_state, sharded_step
 from farstep.optim.elementwise import ELEMENTWISE
+from farstep.optim.groups import Group, parse_group, parse_groups
 from farstep.optim.members import Member, Part, kind_of, member_of
-from farstep.optim.named_groups import NamedGroup, parse_named_group, parse_named_groups
+from farstep.optim.named_groups import NAMED
 from farstep.optim.sharded_checks import check_replicas, refuse_class
 from farstep.optim.sharded_clip import coefficient_of, total_norm
+from farstep.optim.sharded_part import ShardedPart, init_state
 from farstep.optim.sharded_seats import check_group, seat_of
 from farstep.optim.state_dicts import name_of_class
 from farstep.optim.zero import Zero
@@ -32,7 +34,7 @@ BUCKET_BYTES = 16 << 20
 SHARD = ("auto", "state", "none")
 
 
-class ShardedOptimizer(Optimizer):
+class ShardedOptimizer(ShardedPart):
     """`optimizer_class` on this rank's part of every parameter.
 
     DTensors and ShardedTensors are spread already: each rank updates its local shards, as with torch's class of this name. An ordinary replicated model,
@@ -82,7 +84,7 @@ class ShardedOptimizer(Optimizer):
                 f"ShardedOptimizer(named_params, optimizer_class, ...): parameters with names first, then a class such as torch.optim.AdamW, and its "
                 f"arguments; not a {type(named_params).__name__} and a {type(optimizer_class).__name__}"
             )
-        groups = parse_named_groups(named_params)
+        groups = parse_groups(named_params, NAMED)
         self.process_group = process_group
         self._is_ready = False
         self._make = optimizer_class
@@ -96,7 +98,7 @@ class ShardedOptimizer(Optimizer):
             raise OptimError(
                 f"rank {dist.get_rank()} of the job is not in process_group: only the ranks of the group make this optimizer"
             )
-        is_plain = all(kind_of(p) == "Tensor" for group in groups for p in group.parameters)
+        is_plain = all(kind_of(p) == "Tensor" for group in groups for p in group.params)
         self._spreads_state = self._ranks > 1 and (shard == "state" or (shard == "auto" and is_plain))
         if self._ranks > 1:
             refuse_class(kind, elementwise, groups, self._spreads_state)
@@ -145,10 +147,9 @@ class ShardedOptimizer(Optimizer):
         if not self._is_ready:
             return  # torch's constructor
         known = [
-            NamedGroup([m.name for m in members], [m.parameter for m in members], {})
-            for members in self._members
+            Group([m.name for m in members], [m.parameter for m in members], {}) for members in self._members
         ]
-        group = parse_named_group(param_group, known)
+        group = parse_group(param_group, known, NAMED)
         members, zeros = self._take([group], len(self._members))
         new = {"params": _shadows(members)[0], "param_names": group.names, **group.options}
         self._inner.add_param_group(new)
@@ -156,13 +157,13 @@ class ShardedOptimizer(Optimizer):
         self._zeros += zeros
         self._adopt([group])
 
-    def _take(self, groups: list[NamedGroup], first: int = 0) -> tuple[list[list[Member]], list[Zero]]:
+    def _take(self, groups: list[Group], first: int = 0) -> tuple[list[list[Member]], list[Zero]]:
         """The parameters of new groups as members, once all ranks are known to have the same."""
         check_replicas(self.process_group, self._arguments(), groups, self._spreads_state)
         flat = [
             (number, name, p)
             for number, group in enumerate(groups, first)
-            for name, p in zip(group.names, group.parameters, strict=True)
+            for name, p in zip(group.names, group.params, strict=True)
         ]
         spread = [each for each in flat if self._spreads_state and kind_of(each[2]) == "Tensor"]
         parts: dict[str, Member] = {}
@@ -210,12 +211,12 @@ class ShardedOptimizer(Optimizer):
             "same_host": str(self._same_host),
         }
 
-    def _adopt(self, groups: list[NamedGroup]) -> None:
+    def _adopt(self, groups: list[Group]) -> None:
         """Make the inner optimizer's groups this one's: the same dicts, with the user's parameters instead of shadows, except during a step."""
         self.param_groups = self._inner.param_groups
         self.state = self._inner.state
         for group, named in zip(self.param_groups[-len(groups) :], groups, strict=True):
-            group["params"] = list(named.parameters)
+            group["params"] = list(named.params)
             group["param_names"] = list(named.names)
         self._settle()
 
@@ -223,7 +224,7 @@ class ShardedOptimizer(Optimizer):
         """After a load, which has put new groups and a new state in place."""
         self._adopt(
             [
-                NamedGroup([m.name for m in members], [m.parameter for m in members], {})
+                Group([m.name for m in members], [m.parameter for m in members], {})
                 for members in self._members
             ]
         )
@@ -366,7 +367,19 @@ class ShardedOptimizer(Optimizer):
         error = _error_of(run_hooks)
         sharded_state.prepare(self, given, strict, broadcast_from_rank0, error)()
         with self._all_or_none("what comes after a load"):
-            adapters.run_load_state_dict_post_hooks(self)
+            self._after_load()
+
+    def init_state(self, sparse_grad_parameter_names: Collection[str] | None = None) -> None:
+        """Make the state that the first step would make, for parameters that have none, so that it can be loaded in place. All ranks call it.
+
+        Parameters, gradients, options and counters stay as they are, and training goes on as it would have without. Frozen parameters get no
+        state. Some classes take the learning rate into their state: make schedulers before.
+        """
+        sparse = set(sparse_grad_parameter_names or ())
+        unknown = sorted(sparse - self.named_params.keys())
+        if unknown:
+            raise ValueError(f"sparse_grad_parameter_names has names of no parameter: {', '.join(unknown)}")
+        init_state(self, sparse)
 
     @contextmanager
     def _all_or_none(self, doing: str) -> Iterator[None]:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from farstep.optim.agreement import check_same, values_of
 from farstep.optim.elementwise import NOT_ELEMENTWISE
+from farstep.optim.groups import Group
 from farstep.optim.members import kind_of
-from farstep.optim.named_groups import NamedGroup
 from farstep.optim.state_dicts import name_of_class
 
 __all__ = ["check_replicas", "refuse_class"]
@@ -21,14 +21,14 @@ __all__ = ["check_replicas", "refuse_class"]
 def check_replicas(
     process_group: dist.ProcessGroup | None,
     arguments: Mapping[str, str],
-    groups: Sequence[NamedGroup],
+    groups: Sequence[Group],
     spreads_state: bool,
 ) -> None:
     """Raise OptimError on all ranks unless they have the same arguments and parameters; and the same values, where one's are to be all ranks'."""
     facts = dict(arguments)
     values = {}
     for number, group in enumerate(groups):
-        for name, p in zip(group.names, group.parameters, strict=True):
+        for name, p in zip(group.names, group.params, strict=True):
             kind = kind_of(p)
             lies = "" if p.is_contiguous() else f" with strides {p.stride()}"
             facts[name] = f"a {kind} of shape {tuple(p.shape)}{lies}, {p.dtype}, in group {number}"
@@ -49,9 +49,7 @@ def check_replicas(
     )
 
 
-def refuse_class(
-    kind: Any, elementwise: bool | None, groups: Sequence[NamedGroup], spreads_state: bool
-) -> None:
+def refuse_class(kind: Any, elementwise: bool | None, groups: Sequence[Group], spreads_state: bool) -> None:
     """Raise TypeError where a class cannot work on a part of these parameters."""
     name = name_of_class(kind)
     closure = inspect.signature(kind.step).parameters.get("closure") if hasattr(kind, "step") else None
@@ -64,9 +62,7 @@ def refuse_class(
         raise TypeError(
             f'{name} wants sparse gradients, and the state of replicated parameters is spread by dense ranges. shard="none" steps them on every rank'
         )
-    sharded = [
-        n for g in groups for n, p in zip(g.names, g.parameters, strict=True) if kind_of(p) != "Tensor"
-    ]
+    sharded = [n for g in groups for n, p in zip(g.names, g.params, strict=True) if kind_of(p) != "Tensor"]
     if sharded and kind in NOT_ELEMENTWISE and not elementwise:
         raise TypeError(
             f"{name} needs whole parameters, and {sharded[0]!r} is spread over ranks: on local shards its result would be another one. Use an "
