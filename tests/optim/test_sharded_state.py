@@ -157,7 +157,9 @@ def misfits():
             torch.equal(now["state"][n][k], v) for n, e in before["state"].items() for k, v in e.items()
         )
     # One rank's trouble is every rank's.
-    with pytest.raises(OptimError, match=r"the ranks were given different states: 'exp_avg' of parameter 'cube'"):
+    with pytest.raises(
+        OptimError, match=r"the ranks were given different states: 'exp_avg' of parameter 'cube'"
+    ):
         sharded.load_state_dict(changed(cube=tall) if dist.get_rank() else good)
     # A part of the state that nobody has is not taken to be zero.
     parts = sharded.state_dict()

@@ -18,7 +18,7 @@ from farstep.optim.zero import Zero
 from farstep.state import Shards, Spread, like, shards_of
 from farstep.state.adapters import values
 
-__all__ = ["Member", "Part", "kind_of", "member_of"]
+__all__ = ["Local", "Member", "Part", "kind_of", "member_of"]
 
 
 def kind_of(parameter: Any) -> str:
@@ -104,6 +104,13 @@ class Member:
         return Shards(spread, [t for t in tensors if t.numel()])
 
 
+class Local(Member):
+    """A plain tensor with elements of which no other rank has any. Where they lie in a whole is not known here."""
+
+    def counts(self) -> bool:
+        return True
+
+
 class _OfDTensor(Member):
     def _shadows(self) -> list[Tensor]:
         self._local = self._to_local(self.parameter)
@@ -184,13 +191,15 @@ class Part(Member):
         return self._zero.shards(self._number, tensors, dtype)
 
 
-def member_of(name: str, parameter: Any, group: Any) -> Member:
+def member_of(name: str, parameter: Any, group: Any, is_local: bool = False) -> Member:
+    """`is_local`: whether a plain tensor has other elements on each rank."""
     kind = kind_of(parameter)
     if kind == "DTensor" and any(placement.is_partial() for placement in parameter.placements):
         raise OptimError(
             f"parameter {name!r} has a Partial placement: its ranks hold terms of a sum, and not parts of a parameter. Redistribute it first"
         )
-    return {"DTensor": _OfDTensor, "ShardedTensor": _OfShardedTensor, "Tensor": Member}[kind](
+    plain = Local if is_local else Member
+    return {"DTensor": _OfDTensor, "ShardedTensor": _OfShardedTensor, "Tensor": plain}[kind](
         name, parameter, group
     )
 

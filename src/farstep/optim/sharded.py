@@ -16,7 +16,7 @@ from farstep.errors import OptimError
 from farstep.optim import adapters, fast, sharded_state, sharded_step
 from farstep.optim.elementwise import ELEMENTWISE
 from farstep.optim.groups import Group, parse_group, parse_groups
-from farstep.optim.members import Member, Part, kind_of, member_of
+from farstep.optim.members import Local, Member, Part, kind_of, member_of
 from farstep.optim.named_groups import NAMED
 from farstep.optim.sharded_checks import check_replicas, refuse_class
 from farstep.optim.sharded_clip import coefficient_of, total_norm
@@ -31,7 +31,7 @@ from farstep.state.optim_seats import Seat
 __all__ = ["ShardedOptimizer"]
 
 BUCKET_BYTES = 16 << 20
-SHARD = ("auto", "state", "none")
+SHARD = ("auto", "state", "none", "local")
 
 
 class ShardedOptimizer(ShardedPart):
@@ -47,7 +47,8 @@ class ShardedOptimizer(ShardedPart):
         optimizer_class, args, kwargs: the optimizer, and what it is given beside the parameters.
         process_group: the ranks that share these parameters; all ranks of the job if it is None.
         shard: "state" spreads the state of plain tensors over the ranks; "none" has every rank step all of them by itself; "auto" does the former if
-            there are several ranks and plain tensors only, else the latter, as torch's class does.
+            there are several ranks and plain tensors only, else the latter, as torch's class does. "local": plain tensors are parts of
+            parameters, other ones on each rank, as under FSDP1 with use_orig_params=True.
         reduce_gradients: of plain tensors whose state is spread. True: `.grad` is this rank's own, and their mean is used; right in any case.
             False: they are means already, as under DistributedDataParallel, which saves sending them.
         elementwise: whether the class treats every element by itself. If it is None, that is known of torch's classes and not believed of others, which own
@@ -98,10 +99,11 @@ class ShardedOptimizer(ShardedPart):
             raise OptimError(
                 f"rank {dist.get_rank()} of the job is not in process_group: only the ranks of the group make this optimizer"
             )
+        self._is_local = shard == "local"
         is_plain = all(kind_of(p) == "Tensor" for group in groups for p in group.params)
         self._spreads_state = self._ranks > 1 and (shard == "state" or (shard == "auto" and is_plain))
         if self._ranks > 1:
-            refuse_class(kind, elementwise, groups, self._spreads_state)
+            refuse_class(kind, elementwise, groups, self._spreads_state, self._is_local)
         self._members: list[list[Member]] = []
         """Of each group."""
         self._zeros: list[Zero] = []
@@ -159,7 +161,7 @@ class ShardedOptimizer(ShardedPart):
 
     def _take(self, groups: list[Group], first: int = 0) -> tuple[list[list[Member]], list[Zero]]:
         """The parameters of new groups as members, once all ranks are known to have the same."""
-        check_replicas(self.process_group, self._arguments(), groups, self._spreads_state)
+        check_replicas(self.process_group, self._arguments(), groups, self._spreads_state, self._is_local)
         flat = [
             (number, name, p)
             for number, group in enumerate(groups, first)
@@ -185,7 +187,7 @@ class ShardedOptimizer(ShardedPart):
             parts = {name: Part(zero, i, self.process_group) for i, name in enumerate(names)}
         members: list[list[Member]] = [[] for _ in groups]
         for number, name, parameter in flat:
-            member = parts.get(name) or member_of(name, parameter, self.process_group)
+            member = parts.get(name) or member_of(name, parameter, self.process_group, self._is_local)
             members[number - first].append(member)
         return members, zeros
 
@@ -204,7 +206,7 @@ class ShardedOptimizer(ShardedPart):
         """In words that can be compared."""
         return {
             "the optimizer class": name_of_class(self._make),
-            "shard": "used" if self._spreads_state else "not used",
+            "shard": "local" if self._is_local else "used" if self._spreads_state else "not used",
             "elementwise": str(self._elementwise),
             "reduce_gradients": str(self._reduce_gradients),
             "bucket_bytes": str(self._bucket_bytes),
@@ -392,9 +394,10 @@ class ShardedOptimizer(ShardedPart):
         agree(error, self.process_group, doing, kind=OptimError)
 
     def optim_seats(self, group: dist.ProcessGroup | None) -> dict[int, Seat]:
-        """For farstep.state: id of each parameter -> how its state is spread."""
+        """For farstep.state: id of each parameter -> how its state is spread, where that is known here."""
         check_group(self.process_group, group)
-        return {id(m.parameter): seat_of(m) for members in self._members for m in members}
+        members = [m for members in self._members for m in members if not isinstance(m, Local)]
+        return {id(m.parameter): seat_of(m) for m in members}
 
     def optim_stepper(self) -> Optimizer:
         return self._inner

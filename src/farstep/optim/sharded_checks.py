@@ -23,6 +23,7 @@ def check_replicas(
     arguments: Mapping[str, str],
     groups: Sequence[Group],
     spreads_state: bool,
+    is_local: bool,
 ) -> None:
     """Raise OptimError on all ranks unless they have the same arguments and parameters; and the same values, where one's are to be all ranks'."""
     facts = dict(arguments)
@@ -30,6 +31,9 @@ def check_replicas(
     for number, group in enumerate(groups):
         for name, p in zip(group.names, group.params, strict=True):
             kind = kind_of(p)
+            if is_local and kind == "Tensor":
+                facts[name] = f"a local part, {p.dtype}, in group {number}"
+                continue
             lies = "" if p.is_contiguous() else f" with strides {p.stride()}"
             facts[name] = f"a {kind} of shape {tuple(p.shape)}{lies}, {p.dtype}, in group {number}"
             if spreads_state and kind == "Tensor":
@@ -49,7 +53,9 @@ def check_replicas(
     )
 
 
-def refuse_class(kind: Any, elementwise: bool | None, groups: Sequence[Group], spreads_state: bool) -> None:
+def refuse_class(
+    kind: Any, elementwise: bool | None, groups: Sequence[Group], spreads_state: bool, is_local: bool
+) -> None:
     """Raise TypeError where a class cannot work on a part of these parameters."""
     name = name_of_class(kind)
     closure = inspect.signature(kind.step).parameters.get("closure") if hasattr(kind, "step") else None

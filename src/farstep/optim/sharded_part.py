@@ -25,7 +25,7 @@ class ShardedPart(Optimizer):
     aliases: Mapping[str, str] = {}
 
     @property
-    def params(self: ShardedOptimizer) -> Mapping[str, Any]:
+    def params(self: Any) -> Mapping[str, Any]:
         """Name -> parameter."""
         return self.named_params
 
@@ -33,10 +33,10 @@ class ShardedPart(Optimizer):
         if not save:
             raise ValueError("a ShardedOptimizer's groups are always part of its state")
 
-    def _init_state(self: ShardedOptimizer, sparse: Collection[str]) -> None:
+    def _init_state(self: Any, sparse: Collection[str]) -> None:
         init_state(self, sparse)
 
-    def _prepare(self: ShardedOptimizer, saved: Mapping[str, Any], strict: bool) -> list[Callable[[], None]]:
+    def _prepare(self: Any, saved: Mapping[str, Any], strict: bool) -> list[Callable[[], None]]:
         return [sharded_state.prepare(self, saved, strict, False)]
 
     def _after_load(self) -> None:

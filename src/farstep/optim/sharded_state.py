@@ -18,7 +18,7 @@ from farstep.optim import fast
 from farstep.optim.elementwise import ELEMENTWISE
 from farstep.optim.fitting import is_known, misfit_of_kind, twin_of
 from farstep.optim.loading import KeyCheck
-from farstep.optim.members import Member
+from farstep.optim.members import Local, Member
 from farstep.optim.sharded_seats import seat_of
 from farstep.optim.state_dicts import Plan, by_its_names, options_and_states, plan_load
 from farstep.state import Shards, Spread
@@ -51,6 +51,7 @@ def read(
     roster = None
     if error is None:
         try:
+            _refuse_local(optimizer)
             roster = _Held(optimizer)
         except Exception as exc:
             error = exc
@@ -95,6 +96,14 @@ class _Held(Roster):
         return self._held[seat.name][number]
 
 
+def _refuse_local(optimizer: ShardedOptimizer) -> None:
+    if any(isinstance(member, Local) for members in optimizer._members for member in members):
+        raise OptimError(
+            'with shard="local" nobody here knows where the parts lie in the whole; the model does: farstep.state.optim_state_dict(model, optimizer) '
+            "and load_optim_state_dict(model, optimizer, state)"
+        )
+
+
 def _refuse_odd(member: Member, held: list[Mapping[str, Any]]) -> None:
     """A state of another shape than a part of a parameter has."""
     if member.takes_any_shape:
@@ -122,6 +131,7 @@ def prepare(
     group = optimizer.process_group
     if error is None and (own_rank(group) == 0 or not broadcast_from_rank0):
         try:
+            _refuse_local(optimizer)
             state = _understood(state)
         except Exception as exc:
             error = exc

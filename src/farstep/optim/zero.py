@@ -301,11 +301,11 @@ class Zero:
         has_gradient = self._census(options, Notes(), clips=True).has_gradient
         for parameter, has in zip(self.parameters, has_gradient, strict=True):
             if has:
-                gradient = (
-                    torch.zeros_like(parameter)
-                    if parameter.grad is None
-                    else fast.fitting(parameter.grad, parameter)
-                )
+                if parameter.grad is None:
+                    dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+                    gradient = torch.zeros_like(parameter, dtype=dtype)
+                else:
+                    gradient = fast.laid_out(parameter.grad, parameter)
                 if gradient is not parameter.grad:
                     parameter.grad = gradient
         if self._reduce and self._reduced is None:
