@@ -18,20 +18,18 @@ __all__ = ["KeyCheck", "put", "refuse_keys", "rehearse", "untangled"]
 
 
 class KeyCheck:
-    """Whether all pieces of state are there which the class of a group's optimizer needs. Asks the class once for each kind of parameter."""
+    """Whether the pieces of state are those which the class of a group's optimizer has. Asks the class once for each kind of parameter."""
 
-    def __init__(self, optimizer: Optimizer, options: Mapping[str, Any], refuses_more: bool) -> None:
+    def __init__(self, optimizer: Optimizer, options: Mapping[str, Any]) -> None:
         self._optimizer = optimizer
         self._options = options
-        self._refuses_more = refuses_more
         self._needed: dict[Any, frozenset[str] | None] = {}
 
     def __call__(self, name: str, parameter: torch.Tensor, state: State) -> None:
         known = self._known_of(parameter)
         if known is not None:
             needed, more = known
-            unexpected = state.keys() - needed - more if self._refuses_more else ()
-            refuse_keys(name, needed - state.keys(), unexpected)
+            refuse_keys(name, needed - state.keys(), state.keys() - needed - more)
 
     def known(self, name: str, parameter: torch.Tensor, state: State) -> State:
         """The pieces that the class knows. Those that it cannot step without must be there all the same."""

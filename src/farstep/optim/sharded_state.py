@@ -190,7 +190,7 @@ class _Loading:
         parts = {"state": state, "param_groups": self._given.groups}
         self._plan = plan_load(optimizer._make, optimizer.defaults, optimizer.param_groups, parts, strict)
         for members, options in zip(optimizer._members, self._plan.options, strict=True):
-            check = KeyCheck(optimizer._inner, options, refuses_more=True)
+            check = KeyCheck(optimizer._inner, options)
             for member in members:
                 entries = self._plan.states.get(member.name)
                 if entries and strict:
