@@ -117,13 +117,14 @@ def in_hooks_and_closures() -> None:
 
     give(model, 0, dist.get_rank())
     all_raise(lambda: optimizer.step(closure))
+    empty = optimizer.state_dict()
     for register, call in (
         (optimizer.register_step_pre_hook, optimizer.step),
         (optimizer.register_state_dict_pre_hook, optimizer.state_dict),
         (optimizer.register_state_dict_post_hook, optimizer.state_dict),
         (
             optimizer.register_load_state_dict_pre_hook,
-            lambda state=optimizer.state_dict(): optimizer.load_state_dict(state),
+            lambda: optimizer.load_state_dict(empty),
         ),
     ):
         handle = register(boom) if is_second else None

@@ -68,9 +68,14 @@ def refuse_class(
         raise TypeError(
             f'{name} wants sparse gradients, and the state of replicated parameters is spread by dense ranges. shard="none" steps them on every rank'
         )
-    sharded = [n for g in groups for n, p in zip(g.names, g.params, strict=True) if kind_of(p) != "Tensor"]
-    if sharded and kind in NOT_ELEMENTWISE and not elementwise:
+    parts = [
+        name
+        for group in groups
+        for name, p in zip(group.names, group.params, strict=True)
+        if is_local or kind_of(p) != "Tensor"
+    ]
+    if parts and kind in NOT_ELEMENTWISE and not elementwise:
         raise TypeError(
-            f"{name} needs whole parameters, and {sharded[0]!r} is spread over ranks: on local shards its result would be another one. Use an "
+            f"{name} needs whole parameters, and {parts[0]!r} is spread over ranks: on local shards its result would be another one. Use an "
             f"elementwise class such as torch.optim.AdamW, or keep these parameters replicated"
         )

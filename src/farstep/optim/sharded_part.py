@@ -27,7 +27,8 @@ class ShardedPart(Optimizer):
     @property
     def params(self: Any) -> Mapping[str, Any]:
         """Name -> parameter."""
-        return self.named_params
+        named: Mapping[str, Any] = self.named_params
+        return named
 
     def save_param_groups(self, save: bool) -> None:
         if not save:
