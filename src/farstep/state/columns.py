@@ -9,8 +9,9 @@ from typing import Protocol
 
 import numpy as np
 
+from farstep.errors import LayoutError
+from farstep.state.arrays import Boxes, Ints, spans
 from farstep.state.box import Box
-from farstep.state.sweep import Boxes, Ints, spans
 
 __all__ = ["ALL", "Columns", "SpreadColumns"]
 
@@ -35,6 +36,11 @@ class Columns:
 
     def __init__(self, spreads: Sequence[SpreadColumns]) -> None:
         self.shapes = [spread.shape for spread in spreads]
+        self._numels = [math.prod(shape) for shape in self.shapes]
+        if sum(self._numels) >= 1 << 63:
+            raise LayoutError(
+                f"the {len(self.shapes)} tensors have {sum(self._numels):,} elements together, and a layout at most 2**63 - 1: make several of it"
+            )
         self.depth = max((len(shape) for shape in self.shapes), default=0)
         self.sides = np.ones((self.depth, len(spreads)), dtype=np.int64)
         counts = np.array([len(spread.ranks) for spread in spreads], dtype=np.int64)
@@ -45,7 +51,8 @@ class Columns:
         at = 0
         for i, spread in enumerate(spreads):
             end, dims = at + len(spread.ranks), len(spread.shape)
-            self.sides[:dims, i] = spread.shape
+            if self._numels[i]:  # else all boxes are empty, and its sides are of no use and of any size
+                self.sides[:dims, i] = spread.shape
             self.start[:dims, at:end] = spread.offsets.T
             np.add(spread.offsets.T, spread.sizes.T, out=self.stop[:dims, at:end])
             self.stop[dims:, at:end] = 1
@@ -81,7 +88,7 @@ class Columns:
 
     def key(self, rows: Ints | slice) -> Ints:
         """Where a box's first element is, with all tensors one after the other. Boxes that do not overlap differ in it."""
-        numels = np.array([math.prod(shape) for shape in self.shapes], dtype=np.int64)
+        numels = np.array(self._numels, dtype=np.int64)
         tensor = self.tensor[rows]
         key: Ints = (np.cumsum(numels) - numels)[tensor]
         stride = np.ones(len(self.shapes), dtype=np.int64)
