@@ -7,6 +7,7 @@ boxes that do not overlap, however they lie, take a time that grows little faste
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +30,9 @@ def meet_in_cells(a: Boxes, b: Boxes) -> tuple[Ints, Ints]:
         side, at = cells.cuts([ours, theirs])
         done = (m * n <= np.maximum(m + n, _FEW * _FEW)) | (side < 0)
         found.append(_common(cells, ours, theirs, m, n, done))
-        cells, (ours, theirs) = cells.halved(np.flatnonzero(~done & (m > 0) & (n > 0)), side, at, [ours, theirs])
+        cells, (ours, theirs) = cells.halved(
+            np.flatnonzero(~done & (m > 0) & (n > 0)), side, at, [ours, theirs]
+        )
     i, j = (np.concatenate(each) for each in zip(*found, strict=True))
     return i, j
 
@@ -40,7 +43,9 @@ def clash(boxes: Boxes) -> tuple[int, int] | None:
     while len(cells):
         full = held.volumes(cells) / cells.volumes()
         fullest = int(np.argmax(full))
-        if full[fullest] > 1.5:  # more than there is room for, so some overlap here, and one cell is enough to find them
+        if (
+            full[fullest] > 1.5
+        ):  # more than there is room for, so some overlap here, and one cell is enough to find them
             cells, (held,) = cells.only(np.array([fullest]), [held])
         count = held.counts(len(cells))
         side, at = cells.cuts([held])
@@ -76,9 +81,13 @@ class _Held:
     def volumes(self, cells: _Cells) -> npt.NDArray[np.float64]:
         """How many elements the boxes have within each cell, together. Nearly."""
         within = np.ones(len(self.rows))
-        for low, high, start, stop in zip(cells.low, cells.high, self.boxes.start, self.boxes.stop, strict=True):
-            within *= np.minimum(stop[self.rows], high[self.cell]) - np.maximum(start[self.rows], low[self.cell])
-        return np.bincount(self.cell, within, len(cells))
+        for low, high, start, stop in zip(
+            cells.low, cells.high, self.boxes.start, self.boxes.stop, strict=True
+        ):
+            within *= np.minimum(stop[self.rows], high[self.cell]) - np.maximum(
+                start[self.rows], low[self.cell]
+            )
+        return np.bincount(self.cell, within, len(cells)).astype(np.float64, copy=False)
 
     def taken(self, which: Ints) -> _Held:
         return _Held(self.boxes, self.rows[which], self.cell[which])
@@ -163,7 +172,7 @@ class _Cells:
         return _Cells(low, high), halves
 
 
-def _along(side: Ints, columns: list[Ints], rows: Ints) -> Ints:
+def _along(side: Ints, columns: Sequence[Ints], rows: Ints) -> Ints:
     found = columns[0][rows]
     for d in range(1, len(columns)):
         found = np.where(side == d, columns[d][rows], found)

@@ -21,6 +21,7 @@ __all__ = ["Layout", "Spread"]
 
 _MOST = (1 << 63) - 1
 _RANKS = 1 << 31
+_FEW = 16  # below this numpy takes longer than Python
 
 
 class Spread:
@@ -67,11 +68,17 @@ class Spread:
 
     def boxes(self, rank: int) -> list[Box]:
         """What a rank holds of it."""
-        (at,) = np.nonzero(self.ranks == rank)
+        at = self.rows(rank)
         return [
             Box(tuple(o), tuple(n))
             for o, n in zip(self.offsets[at].tolist(), self.sizes[at].tolist(), strict=True)
         ]
+
+    def rows(self, rank: int) -> Ints | list[int]:
+        """Which of the boxes are a rank's, in their order."""
+        if len(self.ranks) > _FEW:
+            return np.flatnonzero(self.ranks == rank)
+        return [row for row, holder in enumerate(self.ranks.tolist()) if holder == rank]
 
     @property
     def numel(self) -> int:
@@ -90,7 +97,9 @@ class Spread:
         if self.shape and min(self.shape) < 0:
             raise LayoutError(f"no tensor has the shape {self.shape}")
         if self.nbytes > _MOST or (self.shape and max(self.shape) > _MOST):
-            raise LayoutError(f"a tensor of shape {self.shape} and {self.dtype} has more than 2**63 - 1 bytes")
+            raise LayoutError(
+                f"a tensor of shape {self.shape} and {self.dtype} has more than 2**63 - 1 bytes"
+            )
         if self.offsets.shape != (rows, dims) or self.sizes.shape != (rows, dims):
             raise LayoutError(
                 f"{rows} boxes of a tensor of shape {self.shape} have offsets and sizes of shape {(rows, dims)}, "

@@ -63,7 +63,6 @@ def move(
             options.group,
             budget_bytes=options.budget_bytes,
             progress=options.progress,
-            check=False,  # that has been done, for all ranks together
         )
 
 

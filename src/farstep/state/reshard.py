@@ -100,7 +100,7 @@ class _Copies:
         wanted = t.numel(self._takers)
         got = np.zeros_like(wanted)
         if len(numel):  # they are in the order of their takers
-            first = np.flatnonzero(np.diff(self._which, prepend=-1))
+            first = np.concatenate([[0], np.flatnonzero(self._which[1:] != self._which[:-1]) + 1])
             got[self._which[first]] = np.add.reduceat(numel, first)
         short = np.flatnonzero(got != wanted)
         if not len(short):
@@ -111,7 +111,9 @@ class _Copies:
         dims = len(box.sizes)
         given = [
             Box(tuple(o), tuple(n))
-            for o, n in zip(self.start[:dims, copies].T.tolist(), self.size[:dims, copies].T.tolist(), strict=True)
+            for o, n in zip(
+                self.start[:dims, copies].T.tolist(), self.size[:dims, copies].T.tolist(), strict=True
+            )
         ]
         raise LayoutError(
             f"no rank of the source has {missing(box, given)[0]} of {name!r}, which is part of {box} of rank {t.rank[row]} of the target"

@@ -60,11 +60,11 @@ def _meet(a: Boxes, b: Boxes, dim: int, answers_bounded: bool = False) -> tuple[
     if met is None:
         return None
     p, q = met
-    m, n = ours.count(p), theirs.count(q)
     if last or (ours.bounds is None and theirs.bounds is None):
-        if answers_bounded and total(m * n) > most:
+        if answers_bounded and most is not None and total(ours.count(p) * theirs.count(q)) > most:
             return None
         return _filtered(a, b, *_crossed(ours, theirs, p, q), dim + 1)
+    m, n = ours.count(p), theirs.count(q)
     few = m * n <= m + n  # comparing them all costs no more than going on
     i, j = _filtered(a, b, *_crossed(ours, theirs, p[few], q[few]), dim + 1)
     if few.all():
@@ -158,7 +158,8 @@ def _on_line(xa: Ints, ya: Ints, xb: Ints, yb: Ints, most: int | None) -> tuple[
     if most is not None and sum(int(count.sum()) for _, count in ranges) > most:
         return None
     pairs = [
-        (spans(first, count), np.repeat(np.arange(len(count), dtype=np.int64), count)) for first, count in ranges
+        (spans(first, count), np.repeat(np.arange(len(count), dtype=np.int64), count))
+        for first, count in ranges
     ]
     ours = [pair[turn] for pair, turn in zip(pairs, turned, strict=True)]
     theirs = [pair[not turn] for pair, turn in zip(pairs, turned, strict=True)]
