@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import os
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ from farstep.state.box import Box
 from farstep.state.local import Local
 from farstep.state.messages import Arena, Copies, Message, aligned, messages, places
 from farstep.state.neighbours import Neighbours
+from farstep.state.reads import Reads
 
 __all__ = ["BUDGET_BYTES", "Options", "Place", "Progress", "Traffic"]
 
@@ -39,6 +41,7 @@ BUDGET_BYTES = 32 << 20
 _LEAST_BUDGET_BYTES = 64 << 10
 _LARGEST_MESSAGE_BYTES = 4 << 20
 _AHEAD = 32  # messages begun and not finished
+_THREAD_BYTES = 8 << 20  # for less another thread is not worth its start
 _TAG = 0x57A7E  # keeps these messages apart from others that the program sends in the group
 
 
@@ -142,14 +145,28 @@ class Traffic:
 
     def run(self, neighbours: Neighbours | None) -> None:
         """Raises ExchangeError if another rank is lost or late. All else is left in `failure`, if the ranks tell one another in the end."""
-        to_begin = self._ordered() if neighbours is None else self._after_reading(neighbours)
-        waiting = self._begin(None, to_begin)
-        self._keep()
+        reads: Reads[_Begun] = Reads(neighbours, self._threads)
+        to_begin = self._ordered() if neighbours is None else self._after_reading(neighbours, reads)
+        with reads.begun():
+            waiting = self._begin(None, to_begin)
+            self._keep()
+            for each, error in reads.rest():
+                if error is not None:
+                    self._fail(self._lost(each, error))
+                self._received(each)
         while self._begun:
             self._finish(self._begun.popleft())
             waiting = self._begin(waiting, to_begin)
         if not self._told:
             self._part()
+
+    @property
+    def _threads(self) -> int:
+        """That read for this rank: others, who only give, need no core meanwhile."""
+        received = sum(int(copies.nbytes.sum()) for _, sending, copies in self._streams if not sending)
+        if self.local.sent or received < _THREAD_BYTES:
+            return 0
+        return min(len(self.local.received), (os.cpu_count() or 1) - 1)
 
     def _ordered(self) -> Iterator[_Begun]:
         """All messages, made as they are needed. See [Note: messages in one order]"""
@@ -163,7 +180,7 @@ class Traffic:
         for number, message in enumerate(messages(copies, self.options.message_bytes)):
             yield number, distance, _Begun(message, peer, sending)
 
-    def _after_reading(self, neighbours: Neighbours) -> Iterator[_Begun]:
+    def _after_reading(self, neighbours: Neighbours, reads: Reads[_Begun]) -> Iterator[_Begun]:
         """Take what lies in one piece in the giver's memory from there. What is left is to be sent.
 
         First every giver tells its takers where each of its messages lies, 0 if it is to be packed; in the end every taker says that it has read.
@@ -181,7 +198,11 @@ class Traffic:
         self._readers = firsts
         for each, address in self._with_addresses(lying):
             if address and not each.sending:
-                self._read_message(each, address, neighbours)
+                memory = self._in_place(each)
+                if memory is None:
+                    self._read_message(each, address, neighbours)
+                else:
+                    reads.add(each, each.peer, address, memory)
         return (each for each, address in self._with_addresses(lying) if not address)
 
     def _with_addresses(self, lying: dict[tuple[int, bool], array[int]]) -> Iterator[tuple[_Begun, int]]:
@@ -224,10 +245,9 @@ class Traffic:
             raise self._lost(each, exc) from exc
 
     def _read_message(self, each: _Begun, address: int, neighbours: Neighbours) -> None:
-        memory = self._in_place(each)
-        if memory is None:
-            memory = each.packed = self._arena.take(each.message.nbytes)
-            assert memory is not None  # nothing else is under way yet
+        """One that is packed here."""
+        memory = each.packed = self._arena.take(each.message.nbytes)
+        assert memory is not None  # nothing else is under way yet
         nbytes = each.message.nbytes
         try:
             neighbours.read(each.peer, [(address, nbytes)], [(memory.data_ptr(), nbytes)])
