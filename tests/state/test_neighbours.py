@@ -118,7 +118,7 @@ def test_a_rank_that_only_takes_reads_with_the_others_cores(three, cores):
     first, *others = three.run(gathered, cores)
     assert first
     assert ("farstep-read" in first) == (cores > 1)
-    assert others == [set(), set()]
+    assert not any("farstep-read" in each for each in others)
 
 
 def lost_meanwhile():
