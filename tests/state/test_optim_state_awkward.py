@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import Ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -18,12 +17,6 @@ from state.holdings import Net
 from state.training import Flat, FlatOriginal, Fsdp2, Plain, Zero, bits_of, gradient
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def two():
-    with Ranks(2, timeout_s=10) as ranks:
-        yield ranks
 
 
 def step(*optimizers, skip=()):

@@ -65,7 +65,6 @@ def move(
             options.group,
             budget_bytes=options.budget_bytes,
             progress=options.progress,
-            check=False,  # that has been done, for all ranks together
         )
 
 
