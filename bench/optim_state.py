@@ -17,7 +17,7 @@ from torch import nn
 
 from bench.sharded import Acts, Case
 
-LAYERS, WIDTH = 16, 1024
+LAYERS, WIDTH = 24, 1620
 PARAMETERS = LAYERS * WIDTH * (WIDTH + 1)
 REKEYED = 10_000
 Act = Callable[[], Any]
