@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -64,7 +65,7 @@ def shard_full_optim_state_dict(
     optim: Optimizer | None = None,
 ) -> State:
     """This rank's part of a whole state that it has, as `optim.load_state_dict` takes it. Nothing is communicated."""
-    groups = _groups(model, optim_input, optim)
+    groups = partial(_groups, model, optim_input, optim)
     return for_load(model, groups, optim, full_optim_state_dict, alone=True)
 
 
@@ -79,7 +80,7 @@ def scatter_full_optim_state_dict(
 
     All ranks call it.
     """
-    groups = _groups(model, optim_input, optim)
+    groups = partial(_groups, model, optim_input, optim)
     return for_load(model, groups, optim, full_optim_state_dict, from_rank0=True, group=group)
 
 
@@ -87,7 +88,7 @@ def flatten_sharded_optim_state_dict(
     sharded_optim_state_dict: State, model: nn.Module, optim: Optimizer
 ) -> State:
     """The same from what `sharded_optim_state_dict` gave on each rank, of this model or one that was sharded otherwise. All ranks call it."""
-    groups = _groups(model, None, optim)
+    groups = partial(_groups, model, None, optim)
     return for_load(model, groups, optim, sharded_optim_state_dict, group=own_group(model))
 
 
@@ -104,7 +105,7 @@ def optim_state_dict_to_load(
     If `is_named_optimizer`, the keys are the names that the optimizer has for its parameters; else numbers. Only rank 0 needs to give a state where
     FSDP.set_state_dict_type said `rank0_only` for the optimizer.
     """
-    groups = _groups(model, None, optim)
+    groups = partial(_groups, model, None, optim)
     found = for_load(
         model,
         groups,

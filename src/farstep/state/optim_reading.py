@@ -27,13 +27,15 @@ __all__ = ["plain_of", "read", "read_roster"]
 def read(
     model: nn.Module, optim: Optimizers, *, full: bool, rank0_only: bool, cpu_offload: bool, options: Options
 ) -> dict[str, Any]:
-    profile = Profile(options.profile)
+    error = options.mistake()
+    profile = Profile(options.profile if error is None else None)
     with profile.phase("plan"):
-        roster, error = None, None
-        try:
-            roster = roster_of(model, optim, options.group)
-        except Exception as exc:
-            error = exc
+        roster = None
+        if error is None:
+            try:
+                roster = roster_of(model, optim, options.group)
+            except Exception as exc:
+                error = exc
     return read_roster(
         roster,
         error,
@@ -58,7 +60,8 @@ def read_roster(
 ) -> dict[str, Any]:
     """The same of parameters that are seated already, unless an error has kept this rank from that: then all raise, others a `kind`."""
     with profile.phase("plan"):
-        schema = schema_of(roster, error, options.group, kind=kind)
+        settings = {"full": full, "rank0_only": rank0_only, "budget_bytes": options.budget_bytes}
+        schema = schema_of(roster, error, options.group, settings=settings, kind=kind)
     assert roster is not None
     reading = _Reading(roster, schema, options, profile)
     if full:

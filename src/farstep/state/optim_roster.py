@@ -184,7 +184,8 @@ class _Model:
         if name is None:
             raise StateError(
                 f"parameter {position} of group {number} of {type(optimizer).__name__}, of shape {tuple(parameter.shape)}, is none of the "
-                f"model's: give the model that the optimizer steps, as it was when the optimizer was made"
+                f"model's: give the model that the optimizer steps. Wrapping a model (fully_shard, FullyShardedDataParallel, moving to another device) may put other "
+                f"parameters in their place, so make the optimizer after that"
             )
         holders = self._replicas.get(id(parameter))
         if holders is not None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from farstep.errors import FarstepError, StateError
 from farstep.state.adapters.ranks import Group, size_of
-from farstep.state.council import everyones
+from farstep.state.council import Settings, everyones
 from farstep.state.optim_entries import (
     Entry,
     Number,
@@ -53,7 +53,12 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def schema_of(
-    roster: Roster | None, error: Exception | None, group: Group, *, kind: type[FarstepError] = StateError
+    roster: Roster | None,
+    error: Exception | None,
+    group: Group,
+    *,
+    settings: Settings | None = None,
+    kind: type[FarstepError] = StateError,
 ) -> Schema:
     """Compare the ranks. Raises a `kind` where they have different states, with the names of parameter, state and ranks."""
     mine: dict[str, dict[str, Entry]] = {}
@@ -61,13 +66,15 @@ def schema_of(
     if roster is not None:
         try:
             mine = {name: found for name, seat in roster.seats.items() if (found := _described(roster, seat))}
+            groups = [
+                ({key: copied(value) for key, value in options_of(each.options).items()}, each.names)
+                for each in roster.groups
+            ]
         except Exception as exc:
             error = exc
-        groups = [
-            ({key: copied(value) for key, value in options_of(each.options).items()}, each.names)
-            for each in roster.groups
-        ]
-    every = everyones((mine, groups), error, group, "reading the optimizer's state", kind=kind)
+    every = everyones(
+        (mine, groups), error, group, "reading the optimizer's state", settings=settings, kind=kind
+    )
     assert roster is not None
     if every is None:
         everybody = list(range(size_of(group)))
