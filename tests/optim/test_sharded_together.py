@@ -271,7 +271,7 @@ def test_an_inf_in_one_shard_of_a_dtensor(two) -> None:
 
 
 def no_gradient_on_one_rank() -> None:
-    model, optimizer, _, _ = pair(*SGD)
+    model, optimizer, twin, plain = pair(*SGD)
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
     scaler.scale(torch.zeros(()))
     scaled(model, 0, 16.0, False)
@@ -279,6 +279,12 @@ def no_gradient_on_one_rank() -> None:
         model.zero_grad()
     with pytest.raises(OptimError, match="GradScaler has seen nothing"):
         scaler.step(optimizer)
+    # It goes on as if that had not been.
+    scaled(model, 0, 16.0, False)
+    scaler.step(optimizer)
+    give_mean(twin, 0, 2)
+    plain.step()
+    assert_same(model, twin)
 
 
 def test_a_rank_without_gradients_under_a_scaler(two) -> None:

@@ -55,7 +55,7 @@ def parse_groups(given: Any, rules: Rules) -> list[Group]:
     rules.refuse_unlisted(given)
     items = list(given.items()) if isinstance(given, Mapping) else list(given)
     if not items:
-        raise ValueError("optimizer got an empty parameter list")
+        raise ValueError("optimizer got an empty parameter list: it has no parameters")
     groups: list[Group] = []
     for each in items if isinstance(items[0], dict) else [{"params": items}]:
         groups.append(parse_group(each, groups, rules))

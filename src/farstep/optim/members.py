@@ -86,6 +86,9 @@ class Member:
     @property
     def spread(self) -> Spread:
         """How the parameter lies on the ranks, and every state that has its shape."""
+        known = self._spreads.get(self.parameter.dtype)
+        if known is not None:
+            return known
         return self.shards([shadow.detach() for shadow in self.shadows], self.parameter.dtype).spread
 
     def form(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor
 from farstep.errors import OptimError
 from farstep.optim.members import Member, kind_of
 
-__all__ = ["Scaling", "is_scaled", "scaling_of"]
+__all__ = ["Scaling", "forget", "is_scaled", "scaling_of"]
 
 
 @dataclass(frozen=True)
@@ -54,3 +54,9 @@ def scaling_of(optimizer: Any, members: Sequence[Member]) -> Scaling | None:
         )
     factor = None if scale is None else 1.0 / float(scale)
     return Scaling(bool(found.item()), factor)
+
+
+def forget(optimizer: Any) -> None:
+    """After a step that has failed: the scaler takes back what it left only from one that has not, and would count this scale twice."""
+    for name in ("grad_scale", "found_inf"):
+        optimizer.__dict__.pop(name, None)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from farstep.errors import OptimError
-from farstep.optim import adapters, fast, sharded_state, sharded_step
+from farstep.optim import adapters, fast, scaling, sharded_state, sharded_step
 from farstep.optim.elementwise import ELEMENTWISE
 from farstep.optim.groups import Group, parse_group, parse_groups
 from farstep.optim.members import Local, Member, Part, kind_of, member_of
@@ -249,7 +249,11 @@ class ShardedOptimizer(ShardedPart):
         the optimizer class, of a hook or of the closure, is an OptimError on the others.
         """
         with torch.autograd.profiler.record_function(f"Optimizer.step#{type(self).__name__}.step"):
-            return sharded_step.step(self, closure)
+            try:
+                return sharded_step.step(self, closure)
+            except BaseException:
+                scaling.forget(self)
+                raise
 
     def _update(self, given: Mapping[int, list[Tensor]]) -> None:
         if any(self._settled.get(id(s)) != (s.shape, s.stride()) for each in given.values() for s in each):

@@ -55,7 +55,7 @@ def read(
             roster = _Held(optimizer)
         except Exception as exc:
             error = exc
-    with _as_optim_error():
+    with _as_optim_errors(OptimError):
         return read_roster(
             roster,
             error,
@@ -135,7 +135,7 @@ def prepare(
             state = _understood(state)
         except Exception as exc:
             error = exc
-    with _as_optim_error():
+    with _as_optim_errors(StateMismatch, "; nothing has been loaded"):
         given = given_to(state, str, broadcast_from_rank0, error, group, LOADING, kind=OptimError)
         loading = _Loading(optimizer, given)
         try:
@@ -273,11 +273,11 @@ def _number(entry: Number) -> Any:
 
 
 @contextmanager
-def _as_optim_error() -> Iterator[None]:
+def _as_optim_errors(of_layout: type[OptimError], ending: str = "") -> Iterator[None]:
     """What farstep.state finds wrong, as errors of an optimizer."""
     try:
         yield
     except LayoutError as exc:
-        raise StateMismatch(f"{exc}; nothing has been loaded") from exc
+        raise of_layout(f"{exc}{ending}") from exc
     except StateError as exc:
         raise OptimError(str(exc)) from exc

@@ -81,6 +81,11 @@ class _Reading:
     def __init__(self, roster: Roster, schema: Schema, options: Options, profile: Profile) -> None:
         self._roster, self._schema, self._options, self._profile = roster, schema, options, profile
         self._rank = options.rank
+        self._held = {
+            name: [roster.state_of(seat, number) for number in range(len(seat.keys))]
+            for name, seat in roster.seats.items()
+            if name in schema.state
+        }
 
     def gathered(self, ranks: list[int], cpu_offload: bool) -> dict[str, dict[str, Any]] | None:
         """Whole plain tensors on these ranks, None on others."""
@@ -90,11 +95,15 @@ class _Reading:
         targets: dict[str, Shards] = {}
 
         room = Room(self._shaped_bytes() if receives else 0)
+        spreads: dict[tuple[tuple[int, ...], torch.dtype], Spread] = {}
 
         def whole(
             text: str, source: Shards, device: torch.device | None, shaped: bool = False
         ) -> Tensor | None:
-            spread = Spread.whole(source.shape, source.dtype, ranks)
+            kind = source.shape, source.dtype
+            spread = spreads.get(kind)
+            if spread is None:
+                spread = spreads[kind] = Spread.whole(*kind, ranks)
             sources[text] = source
             if receives and shaped and device is not None:
                 targets[text] = Shards(spread, [room.take(source.shape, source.dtype, device)])
@@ -151,13 +160,13 @@ class _Reading:
 
     def _values(self, seat: Seat, key: str) -> list[Tensor]:
         """One for each of the seat's keys; none where this rank has no state of it."""
-        states = [self._roster.state_of(seat, number) for number in range(len(seat.keys))]
-        return [state[key] for state in states if key in state]
+        return [state[key] for state in self._held[seat.name] if key in state]
 
     def _number(self, seat: Seat, key: str, entry: Number) -> Any:
         values = self._values(seat, key)
-        value = entry.value if entry.dtype is None else torch.tensor(entry.value, dtype=entry.dtype)
-        return copied(plain_of(values[0]) if values else value)
+        if values:
+            return copied(plain_of(values[0]))
+        return copied(entry.value) if entry.dtype is None else torch.tensor(entry.value, dtype=entry.dtype)
 
     def _shards(self, seat: Seat, key: str, entry: Shaped | Odd) -> Shards:
         if isinstance(entry, Odd):
@@ -191,4 +200,6 @@ class _Reading:
 
 def plain_of(value: Any) -> Any:
     """What is here of a DTensor; anything else as it is."""
+    if type(value) is Tensor:
+        return value.detach()
     return local_tensors(value)[0] if isinstance(value, Tensor) else value

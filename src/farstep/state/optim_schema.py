@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -104,18 +105,22 @@ def _described(roster: Roster, seat: Seat) -> dict[str, Entry]:
         state = roster.state_of(seat, number)
         for key, value in state.items():
             entry = _entry(seat, number, value)
-            if found.setdefault(key, entry) != entry:
+            known = found.setdefault(key, entry)
+            if known is not entry and known != entry:
                 raise StateError(
                     f"the state {key!r} of parameter {seat.name!r} is {found[key]} for one of its local shards and {entry} for another"
                 )
     return found
 
 
+_shaped = cache(Shaped)  # one for each dtype: what is the same object is sent once
+
+
 def _entry(seat: Seat, number: int, value: Any) -> Entry:
     if not isinstance(value, Tensor):
         return Number(value)
     if seat.is_like(number, value):
-        return Shaped(value.dtype)
+        return _shaped(value.dtype)
     if value.numel() == 1 and value.dim() == 0:
         return Number.of(value)
     local = value.to_local() if hasattr(value, "to_local") else value
