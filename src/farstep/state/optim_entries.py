@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from farstep.state.layout import Spread
+from farstep.state.same import same
 
 __all__ = [
     "Entry",
@@ -65,15 +66,15 @@ class Number:
         return cls(local.item(), value.dtype)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Number) or self.dtype != other.dtype:
-            return False
-        return self.value is other.value or _text(self.value) == _text(other.value)
+        return isinstance(other, Number) and self.dtype == other.dtype and same(self.value, other.value)
 
     def __hash__(self) -> int:
-        return hash(_text(self.value))
+        # What is the same has the same hash; a NaN has another each time.
+        value = self.value
+        return hash((self.dtype, value)) if isinstance(value, int | float | str) and value == value else 0
 
     def __str__(self) -> str:
-        return _text(self.value) if self.dtype is None else f"{self.value} ({self.dtype})"
+        return repr(self.value) if self.dtype is None else f"{self.value} ({self.dtype})"
 
 
 Entry = Shaped | Odd | Number
@@ -119,15 +120,7 @@ def digest(tensor: Tensor) -> str:
 
 def unlike(a: Any, b: Any) -> bool:
     """Whether two options differ."""
-    return Number.of(a) != Number.of(b) if _is_single(a) and _is_single(b) else _text(a) != _text(b)
-
-
-def _is_single(value: Any) -> bool:
-    return not isinstance(value, Tensor) or value.numel() == 1
-
-
-def _text(value: Any) -> str:
-    return repr(value)
+    return not same(a, b)
 
 
 def ranks_named(ranks: Sequence[int]) -> str:
