@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from farstep.errors import FarstepError, StateError
 from farstep.state.adapters import local_tensors
 from farstep.state.adapters.ranks import size_of
 from farstep.state.layout import Spread
@@ -20,7 +21,7 @@ from farstep.state.optim_seats import Seat
 from farstep.state.room import Room, aligned
 from farstep.state.shards import Shards
 
-__all__ = ["plain_of", "read"]
+__all__ = ["plain_of", "read", "read_roster"]
 
 
 def read(
@@ -33,7 +34,31 @@ def read(
             roster = roster_of(model, optim, options.group)
         except Exception as exc:
             error = exc
-        schema = schema_of(roster, error, options.group)
+    return read_roster(
+        roster,
+        error,
+        full=full,
+        rank0_only=rank0_only,
+        cpu_offload=cpu_offload,
+        options=options,
+        profile=profile,
+    )
+
+
+def read_roster(
+    roster: Roster | None,
+    error: Exception | None,
+    *,
+    full: bool,
+    rank0_only: bool,
+    cpu_offload: bool,
+    options: Options,
+    profile: Profile,
+    kind: type[FarstepError] = StateError,
+) -> dict[str, Any]:
+    """The same of parameters that are seated already, unless an error has kept this rank from that: then all raise, others a `kind`."""
+    with profile.phase("plan"):
+        schema = schema_of(roster, error, options.group, kind=kind)
     assert roster is not None
     reading = _Reading(roster, schema, options, profile)
     if full:
@@ -102,7 +127,7 @@ class _Reading:
                 found = self._number(seat, key, entry)
             elif isinstance(entry, Owned):
                 found = RankOwned(seat.spread, {self._rank: plain_of(values[0])} if values else {})
-            elif isinstance(entry, Shaped) and values:
+            elif isinstance(entry, Shaped) and (values or not seat.keys):
                 found = seat.form(values, entry.dtype)
             else:
                 found = self._shards(seat, key, entry)

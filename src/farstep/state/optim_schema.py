@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from farstep.errors import StateError
+from farstep.errors import FarstepError, StateError
 from farstep.state.adapters.ranks import Group, size_of
 from farstep.state.council import everyones
 from farstep.state.optim_entries import (
@@ -52,8 +52,10 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in NOT_OPTIONS}
 
 
-def schema_of(roster: Roster | None, error: Exception | None, group: Group) -> Schema:
-    """Compare the ranks. Raises StateError where they have different states, with the names of parameter, state and ranks."""
+def schema_of(
+    roster: Roster | None, error: Exception | None, group: Group, *, kind: type[FarstepError] = StateError
+) -> Schema:
+    """Compare the ranks. Raises a `kind` where they have different states, with the names of parameter, state and ranks."""
     mine: dict[str, dict[str, Entry]] = {}
     groups: list[tuple[dict[str, Any], list[str]]] = []
     if roster is not None:
@@ -65,7 +67,7 @@ def schema_of(roster: Roster | None, error: Exception | None, group: Group) -> S
             ({key: copied(value) for key, value in options_of(each.options).items()}, each.names)
             for each in roster.groups
         ]
-    every = everyones((mine, groups), error, group, "reading the optimizer's state")
+    every = everyones((mine, groups), error, group, "reading the optimizer's state", kind=kind)
     assert roster is not None
     if every is None:
         everybody = list(range(size_of(group)))
