@@ -267,5 +267,5 @@ def _merged_groups(every: Sequence[Sequence[Options]], roster: Roster) -> list[O
 def _exactly(value: Any) -> str:
     """With all digits, which tensors do not print."""
     frame, tensors = taken_apart(value)
-    text = repr(put_together(frame, [plain_of(each).tolist() for each in tensors]))
+    text = repr(put_together(frame, [each.tolist() for each in tensors]))
     return text if len(text) < 200 else f"{text[:200]}..."
