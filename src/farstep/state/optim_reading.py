@@ -226,11 +226,12 @@ class _Gathering:
         self.receives = rank in ranks
         self.sources: dict[str, Shards] = {}
         self.targets: dict[str, Shards] = {}
-        self._room = Room(0)
+        self._room: Room | None = None
 
     def make_room(self, nbytes: int) -> None:
         """For all that will be added with `in_room`."""
-        self._room = Room(nbytes if self.receives else 0)
+        if self.receives:
+            self._room = Room(nbytes)
 
     def add(
         self, text: str, source: Shards, device: torch.device | None, *, in_room: bool = False
@@ -238,7 +239,7 @@ class _Gathering:
         """Memory for it on the ranks that get it; it is filled later."""
         spread = Spread.whole(source.shape, source.dtype, self._ranks)
         self.sources[text] = source
-        if self.receives and in_room and device is not None:
+        if self._room is not None and in_room and device is not None:
             self.targets[text] = Shards(spread, [self._room.take(source.shape, source.dtype, device)])
         else:
             self.targets[text] = Shards.empty(spread, self._rank, device)
