@@ -6,12 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from farstep.errors import StateMismatch
 from farstep.state.adapters.ranks import Group
 from farstep.state.council import agree
-from farstep.state.optim_entries import copied
 from farstep.state.optim_roster import Composed, Seated
 
 __all__ = ["holding", "load_directly", "own_names"]
@@ -19,7 +20,8 @@ __all__ = ["holding", "load_directly", "own_names"]
 
 def load_directly(optim: Optimizer, state: dict[str, Any], group: Group) -> None:
     """`optim.load_state_dict(state)`. If it fails on one rank, such as in a hook, all have what they had before, and raise."""
-    before = [_Kept(each) for each in _parts(optim)]
+    is_torchs = type(optim).load_state_dict is Optimizer.load_state_dict
+    before = [_Kept(each, copies=not is_torchs) for each in _parts(optim)]
     error: Exception | None = None
     try:
         optim.load_state_dict(state)
@@ -81,19 +83,28 @@ def _parts(optim: Any) -> Iterator[Optimizer]:
 
 
 class _Kept:
-    """What an optimizer has. Torch's own `load_state_dict` puts other tensors in their place; other classes may write into these."""
+    """What an optimizer has. Torch's own `load_state_dict` puts other tensors in their place; that of other classes may write into these."""
 
-    def __init__(self, optim: Optimizer) -> None:
+    def __init__(self, optim: Optimizer, *, copies: bool) -> None:
         self._optim = optim
-        keep = copied if type(optim).load_state_dict is not Optimizer.load_state_dict else lambda value: value
         self._state, self._groups = optim.state, optim.param_groups
         self._states = {
-            key: {k: keep(v) for k, v in each.items()} if isinstance(each, Mapping) else each
-            for key, each in optim.state.items()
+            key: dict(each) if isinstance(each, Mapping) else each for key, each in optim.state.items()
         }
         self._options = [dict(group) for group in optim.param_groups]
+        tensors = [
+            value
+            for each in self._states.values()
+            if copies and isinstance(each, dict)
+            for value in each.values()
+            if isinstance(value, Tensor)
+        ]
+        self._elements = [(tensor, tensor.detach().clone()) for tensor in tensors]
 
+    @torch.no_grad()
     def put_back(self) -> None:
+        for tensor, elements in self._elements:
+            tensor.copy_(elements)
         self._state.clear()
         self._state.update(self._states)
         for group, options in zip(self._groups, self._options, strict=True):
