@@ -48,6 +48,10 @@ def optim_state_dict(
     `progress(bytes_done, bytes_total)` is called as tensors arrive. `profile`, a dict, is filled with `{"plan": {"time_s": ..., "bytes": ...}, "gather":
     ..., "copy": ..., "offload": ...}`. Raises StateError where ranks have different states, before anything moves.
     """
+    if rank0_only and not full:
+        raise ValueError(
+            "rank0_only is for a whole state: say full=True too. Without it each rank has its own part"
+        )
     options = Options(group, budget_bytes, progress, profile)
     return read(model, optim, full=full, rank0_only=rank0_only, cpu_offload=cpu_offload, options=options)
 
