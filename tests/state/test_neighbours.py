@@ -5,7 +5,6 @@ import ctypes
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import Ranks
 from torch import nn
 
 from farstep.errors import ExchangeError, OptimError
@@ -76,12 +75,6 @@ def another_process():
     found = Neighbours([0, 0])
     cards = [("", 0, ctypes.addressof(real(b"x" * 16, 16)), b"y" * 16)]
     assert not found._can_read(cards)
-
-
-@pytest.fixture(scope="module")
-def two():
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize("body", [reading, not_allowed, another_process], ids=lambda body: body.__name__)

@@ -127,7 +127,7 @@ class _Watched:
     def call(self, done: int, _: int) -> None:
         if self._progress is not None and self.failure is None:
             try:
-                self._progress(min(self.begin + done, self._total), self._total)
+                self._progress(self.begin + done, self._total)
             except Exception as exc:
                 self.failure = exc
 
