@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from farstep.errors import FarstepError, StateError
+from farstep.state.adapters.plain import check_readable
 from farstep.state.adapters.ranks import Group, own_rank
 from farstep.state.council import agree, gathered, mark_of
 from farstep.state.exchange import BUDGET_BYTES, Progress, exchange
@@ -90,6 +91,9 @@ def moved(
                 source, target = _layout(sources), _layout(targets)
                 part = plan(source, target, options.rank)
                 mark = _mark(sorted(cast), source, target)
+                for name, each in targets.items():
+                    for tensor in each.tensors:
+                        check_readable(tensor, name)
             except Exception as exc:
                 error = exc
         if not agree(error, options.group, doing, mark_of(mark), settings=settings, kind=kind):

@@ -67,7 +67,7 @@ def shards(value: DTensor, group: Group, name: str) -> Shards:
 
 def part(value: DTensor, name: str) -> Part:
     """The mesh knows at which of its coordinates it was made, and keeps that when it is pickled."""
-    shape, mesh_shape = tuple(value.shape), _mesh_of(value).shape
+    shape, mesh_shape = tuple(value.shape), _mesh_shape(value)
     at = value.device_mesh.get_coordinate()
     boxes: list[Box] = []
     if at is not None:
@@ -117,6 +117,12 @@ def _mesh_of(value: DTensor) -> _Mesh:
     return known
 
 
+def _mesh_shape(value: DTensor) -> tuple[int, ...]:
+    """All that can be asked of a mesh from another job."""
+    known = _MESHES.get(value.device_mesh)
+    return tuple(value.device_mesh.shape) if known is None else known.shape
+
+
 def _look_at(mesh: DeviceMesh) -> _Mesh:
     ranks = mesh.mesh
     shape = tuple(ranks.shape)
@@ -148,7 +154,7 @@ def _root(mesh: DeviceMesh) -> DeviceMesh:
 
 def _cuts(value: DTensor, name: str) -> Cuts:
     """Which mesh dimensions cut each dimension of the tensor, in which order."""
-    mesh_shape = _mesh_of(value).shape
+    mesh_shape = _mesh_shape(value)
     cuts: list[list[Cut]] = [[] for _ in value.shape]
     is_strided = False
     for mesh_dim, placement in enumerate(value.placements):
@@ -276,7 +282,7 @@ def _views(local: Tensor, boxes: Sequence[Box], value: DTensor, name: str) -> li
     if not fits:
         raise LayoutError(
             f"the local tensor of {name!r} has the shape {tuple(local.shape)}, and {value.placements} of {tuple(value.shape)} on a mesh of "
-            f"{_mesh_of(value).shape} give this rank {expected or 'no elements'}: make it with distribute_tensor, or give "
+            f"{_mesh_shape(value)} give this rank {expected or 'no elements'}: make it with distribute_tensor, or give "
             f"DTensor.from_local the shape and stride of the whole"
         )
     if len(boxes) <= 1:
