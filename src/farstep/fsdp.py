@@ -7,19 +7,27 @@ is sharded is `farstep.state.optim_state_dict`; what loads it is `load_optim_sta
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import OptimStateKeyType
+from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType, StateDictType
 from torch.optim import Optimizer
 
 from farstep.errors import StateMismatch
 from farstep.state.adapters.groups import own_group
 from farstep.state.adapters.ranks import Group
+from farstep.state.council import agree, everyones
+from farstep.state.exchange import BUDGET_BYTES, Progress
+from farstep.state.optim_direct import holding, own_names
+from farstep.state.optim_direct import load_directly as _load_directly
 from farstep.state.optim_for_load import for_load
-from farstep.state.optim_state import load_optim_state_dict, optim_state_dict
+from farstep.state.optim_roster import Optimizers
+from farstep.state.optim_state import load_optim_state_dict
+from farstep.state.optim_state import optim_state_dict as read_optim_state_dict
 from farstep.state.rekey import OptimInput, parameter_groups, to_names, to_numbers
 
 __all__ = [
@@ -38,6 +46,46 @@ __all__ = [
 State = dict[str, Any]
 
 
+def optim_state_dict(
+    model: nn.Module,
+    optim: Optimizers,
+    optim_state_dict: State | None = None,
+    group: Group = None,
+    *,
+    full: bool | None = None,
+    rank0_only: bool | None = None,
+    cpu_offload: bool | None = None,
+    budget_bytes: int = BUDGET_BYTES,
+    progress: Progress | None = None,
+    profile: dict[str, Any] | None = None,
+) -> State:
+    """The state by parameter name, of the kind that FSDP.set_state_dict_type says, as torch's function of this name gives it. All ranks call it.
+
+    Where nothing is said, and for models without FullyShardedDataParallel, it is torch's default: whole, on every rank, in main memory. FULL_STATE_DICT is
+    whole; SHARDED_STATE_DICT and LOCAL_STATE_DICT are each rank's part; of the config, `rank0_only` and `offload_to_cpu` count. What is given here as `full`,
+    `rank0_only` and `cpu_offload` counts more. The rest is as with `farstep.state.optim_state_dict`.
+
+    `optim_state_dict` is a state dict of this optimizer's, to be turned into one by names in place of the state that it has now.
+    """
+    said = _Said(model)
+    full = said.full if full is None else full
+    if rank0_only is None:
+        rank0_only = full and said.rank0_only
+    if optim_state_dict is not None:
+        optim = _held_by_all(optim, optim_state_dict, group)
+    return read_optim_state_dict(
+        model,
+        optim,
+        full=full,
+        rank0_only=rank0_only,
+        cpu_offload=said.cpu_offload if cpu_offload is None else cpu_offload,
+        group=group,
+        budget_bytes=budget_bytes,
+        progress=progress,
+        profile=profile,
+    )
+
+
 def full_optim_state_dict(
     model: nn.Module,
     optim: Optimizer,
@@ -49,12 +97,14 @@ def full_optim_state_dict(
 
     All ranks call it. `optim_input` is for programs that still give it; the optimizer knows its groups.
     """
-    return optim_state_dict(model, optim, full=True, rank0_only=rank0_only, cpu_offload=True, group=group)
+    return read_optim_state_dict(
+        model, optim, full=True, rank0_only=rank0_only, cpu_offload=True, group=group
+    )
 
 
 def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: Group = None) -> State:
     """This rank's part of the state by parameter name: a DTensor where the parameter is one, else `Shards`. All ranks call it."""
-    return optim_state_dict(model, optim, cpu_offload=True, group=group)
+    return read_optim_state_dict(model, optim, cpu_offload=True, group=group)
 
 
 def shard_full_optim_state_dict(
@@ -64,8 +114,9 @@ def shard_full_optim_state_dict(
     optim: Optimizer | None = None,
 ) -> State:
     """This rank's part of a whole state that it has, as `optim.load_state_dict` takes it. Nothing is communicated."""
-    groups = _groups(model, optim_input, optim)
-    return for_load(model, groups, optim, full_optim_state_dict, alone=True)
+    groups = partial(_groups, model, optim_input, optim)
+    with _own_advice():
+        return for_load(model, groups, optim, full_optim_state_dict, alone=True)
 
 
 def scatter_full_optim_state_dict(
@@ -79,16 +130,18 @@ def scatter_full_optim_state_dict(
 
     All ranks call it.
     """
-    groups = _groups(model, optim_input, optim)
-    return for_load(model, groups, optim, full_optim_state_dict, from_rank0=True, group=group)
+    groups = partial(_groups, model, optim_input, optim)
+    with _own_advice():
+        return for_load(model, groups, optim, full_optim_state_dict, from_rank0=True, group=group)
 
 
 def flatten_sharded_optim_state_dict(
     sharded_optim_state_dict: State, model: nn.Module, optim: Optimizer
 ) -> State:
     """The same from what `sharded_optim_state_dict` gave on each rank, of this model or one that was sharded otherwise. All ranks call it."""
-    groups = _groups(model, None, optim)
-    return for_load(model, groups, optim, sharded_optim_state_dict, group=own_group(model))
+    groups = partial(_groups, model, None, optim)
+    with _own_advice():
+        return for_load(model, groups, optim, sharded_optim_state_dict, group=own_group(model))
 
 
 def optim_state_dict_to_load(
@@ -101,23 +154,27 @@ def optim_state_dict_to_load(
 ) -> State:
     """A state by parameter name, whole or sharded, as `optim.load_state_dict` takes it; and loaded into it if `load_directly`. All ranks call it.
 
-    If `is_named_optimizer`, the keys are the names that the optimizer has for its parameters; else numbers. Only rank 0 needs to give a state where
-    FSDP.set_state_dict_type said `rank0_only` for the optimizer.
+    If `is_named_optimizer`, the keys are the names that the optimizer has for its parameters; else numbers. Only rank 0 needs to give a state, where
+    FSDP.set_state_dict_type said `rank0_only` for the optimizer, or where all others give None or an empty dict.
+
+    `load_directly` loads on all ranks or on none: if a hook or the optimizer itself raises on one, the others have what they had.
     """
-    groups = _groups(model, None, optim)
-    found = for_load(
-        model,
-        groups,
-        optim,
-        optim_state_dict,
-        from_rank0=_is_rank0_only(model),
-        with_empty=is_named_optimizer,
-        group=group,
-    )
+    groups = partial(_groups, model, None, optim)
+    given = optim_state_dict or None
+    with _own_advice():
+        found = for_load(
+            model,
+            groups,
+            optim,
+            given,
+            from_rank0=_Said(model).rank0_only or _is_on_rank0_alone(given, group),
+            with_empty=is_named_optimizer,
+            group=group,
+        )
     if is_named_optimizer:
         found = _by_names_of(optim, found)
     if load_directly:
-        optim.load_state_dict(found)
+        _load_directly(optim, found, group)
     return found
 
 
@@ -170,19 +227,54 @@ def _groups(model: nn.Module, optim_input: OptimInput, optim: Optimizer | None) 
     return [{**options, "params": each} for options, each in zip(given, groups, strict=True)]
 
 
-def _is_rank0_only(model: nn.Module) -> bool:
-    """What FSDP.set_state_dict_type said. Models without FSDP1 have nowhere to say so."""
-    fsdp = sys.modules["torch.distributed.fsdp"].FullyShardedDataParallel
-    if not any(isinstance(each, fsdp) for each in model.modules()):
-        return False
-    config = fsdp.get_state_dict_type(model).optim_state_dict_config
-    return bool(getattr(config, "rank0_only", False))
+class _Said:
+    """What FSDP.set_state_dict_type said, else torch's default. Models without FullyShardedDataParallel have nowhere to say so."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.full, self.rank0_only, self.cpu_offload = True, False, True
+        if any(isinstance(each, FullyShardedDataParallel) for each in model.modules()):
+            said = FullyShardedDataParallel.get_state_dict_type(model)
+            self.full = said.state_dict_type == StateDictType.FULL_STATE_DICT
+            self.rank0_only = bool(getattr(said.optim_state_dict_config, "rank0_only", False))
+            self.cpu_offload = bool(getattr(said.optim_state_dict_config, "offload_to_cpu", True))
+
+
+def _held_by_all(optim: Any, state: State, group: Group) -> Optimizer:
+    """An optimizer with this state, on all ranks or on none."""
+    found: Optimizer | None = None
+    error: Exception | None = None
+    try:
+        found = holding(optim, state)
+    except Exception as exc:
+        error = exc
+    agree(error, group, "reading the optimizer's state")
+    assert found is not None
+    return found
+
+
+def _is_on_rank0_alone(given: State | None, group: Group) -> bool:
+    has = everyones(given is not None, None, group, "loading the optimizer's state")
+    return has is not None and has[0] and not any(has[1:])
+
+
+@contextmanager
+def _own_advice() -> Iterator[None]:
+    """Errors of loading name arguments that these functions do not have, for torch's do not: say whose they are."""
+    try:
+        yield
+    except StateMismatch as exc:
+        text = re.sub(
+            r"\b(strict=False|broadcast_from_rank0=True)", r"load_optim_state_dict(..., \1)", str(exc)
+        )
+        if text == str(exc):
+            raise
+        raise StateMismatch(text) from exc
 
 
 def _by_names_of(optim: Optimizer, state: State) -> State:
     """By the names that a named or keyed optimizer has, with groups if it saves any."""
-    named = getattr(optim, "params", None) or getattr(optim, "named_parameters", None)
-    if not isinstance(named, Mapping):
+    named = own_names(optim)
+    if named is None:
         raise TypeError(
             f"is_named_optimizer is for optimizers that have names for their parameters, as NamedOptimizer and KeyedOptimizer have in `params`, and "
             f"{type(optim).__name__} has none"

@@ -205,3 +205,69 @@ def test_frozen_tensors_have_no_state_and_zeros_in_its_place():
     assert list(found) == ["a"]
     assert torch.equal(found["a"]["m"], torch.ones(2, 3))
     assert found["a"]["step"] == 1
+
+
+def test_what_is_common_is_each_ones_own():
+    """An optimizer counts its steps in place: one tensor for all would be counted once for each."""
+    layout = FlatLayout.of({"a": (3,), "b": (2, 2)}, 2)
+    states = {
+        name: {"step": torch.tensor(3.0), "exp_avg": torch.rand(shape)}
+        for name, shape in zip(layout.names, layout.shapes, strict=True)
+    }
+    parts = flatten_state(layout, states)
+    parts[0]["step"] += 1
+    assert [part["step"].item() for part in parts] == [4, 3]
+    assert states["a"]["step"].item() == 3
+    parts[0]["step"] -= 1
+    found = unflatten_state(layout, parts)
+    found["a"]["step"] += 1
+    assert found["b"]["step"].item() == parts[0]["step"].item() == 3
+
+
+def test_tensors_of_one_number_have_state_of_their_shape():
+    layout = FlatLayout.of({"a": (), "b": ()}, 2)
+    states = {
+        name: {"step": torch.tensor(3.0), "exp_avg": torch.tensor(value)}
+        for name, value in (("a", 0.25), ("b", 0.5))
+    }
+    parts = flatten_state(layout, states)
+    assert [part["exp_avg"].tolist() for part in parts] == [[0.25], [0.5]]
+    assert unflatten_state(layout, parts) == states
+
+
+def test_a_shard_of_padding_alone_has_the_dtype_that_is_said():
+    layout = FlatLayout.of({"a": (2,)}, 4)
+    assert flatten_shard(layout, {}, 3, dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert flatten_shard(layout, {"a": torch.ones(2, dtype=torch.int8)}, 3).dtype == torch.int8
+    with pytest.raises(LayoutError, match="dtype"):
+        flatten_shard(layout, {}, 3)
+    with pytest.raises(LayoutError, match="one dtype"):
+        flatten_shard(layout, {"a": torch.ones(2)}, 0, dtype=torch.bfloat16)
+
+
+def test_state_of_a_frozen_tensor_is_not_lost():
+    layout = FlatLayout.of({"a": (2,), "b": (3,)}, 2, frozen=["b"])
+    moments = {"a": {"m": torch.ones(2)}, "b": {"m": torch.ones(3)}}
+    with pytest.raises(LayoutError, match=r"'b'.*frozen"):
+        flatten_state(layout, moments)
+    del moments["b"]
+    assert unflatten_state(layout, flatten_state(layout, moments))["a"]["m"].tolist() == [1, 1]
+
+
+def test_layouts_of_what_users_have():
+    model = nn.Linear(3, 2)
+    layout = FlatLayout.of(dict(model.named_parameters()), 2)
+    assert layout.shapes == ((2, 3), (2,))
+    shards = flatten(layout, dict(model.named_parameters()))
+    assert torch.equal(unflatten(layout, shards)["bias"], model.bias.detach())
+    for arguments, said in (
+        (({"a": (2,)}, 0), "1 shard or more"),
+        (({"a": (2, -1)}, 1), "'a'"),
+        (({"a": torch.ones(2).split(1)}, 1), "'a'"),
+    ):
+        with pytest.raises(LayoutError, match=said):
+            FlatLayout.of(*arguments)
+    with pytest.raises(LayoutError, match="aligned_numel"):
+        FlatLayout.of({"a": (2,)}, 1, aligned_numel=0)
+    with pytest.raises(TypeError, match="named_parameters"):
+        FlatLayout.of(model, 1)

@@ -57,7 +57,7 @@ def of_no_kind(state):
         ),
         (of_another_class, r"has the options momentum, which Adam does not have"),
         (by_numbers, r"has numbers where parameters' names are wanted"),
-        (of_no_kind, r"this is no state by the names of parameters"),
+        (of_no_kind, r"a dict with the keys 'param_groups', and no state by the names of parameters"),
     ],
 )
 def test_a_state_that_does_not_fit_changes_nothing(spoil, said):

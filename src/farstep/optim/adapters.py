@@ -20,7 +20,6 @@ __all__ = [
     "run_state_dict_post_hooks",
     "run_state_dict_pre_hooks",
     "runs_its_hooks",
-    "step_without_hooks",
 ]
 
 
@@ -51,14 +50,6 @@ def run_load_state_dict_pre_hooks(optimizer: Optimizer, state_dict: dict[str, An
 def run_load_state_dict_post_hooks(optimizer: Optimizer) -> None:
     for hook in _hooks(optimizer, "load_state_dict_post"):
         hook(optimizer)
-
-
-def step_without_hooks(optimizer: Optimizer, *args: Any) -> None:
-    """The step of the class itself: not what a scheduler has put in its place, and neither hooks of this object nor of all."""
-    step: Any = type(optimizer).step
-    if getattr(step, "hooked", False):
-        step = step.__wrapped__
-    step(optimizer, *args)
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping
-from numbers import Number
 from typing import Any
 
 import torch
@@ -14,6 +13,8 @@ from torch.optim import Optimizer
 from farstep.errors import StateMismatch
 from farstep.optim import fast
 from farstep.optim.fast import NUMBERS
+from farstep.state.first_step import attributes_of
+from farstep.state.optim_pieces import is_known, misfit_of_kind
 
 __all__ = [
     "State",
@@ -28,15 +29,6 @@ __all__ = [
 
 State = dict[str, Any]
 """What an optimizer remembers of one parameter."""
-
-
-def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
-    """What it has, without the hooks that users have put on it. A scheduler puts one in place of `step`."""
-    return {
-        key: value
-        for key, value in optimizer.__dict__.items()
-        if key != "step" and not key.startswith("_optimizer_")
-    }
 
 
 def twin_of(optimizer: Optimizer) -> Optimizer:
@@ -108,23 +100,6 @@ def _misfit(optimizer: Optimizer, parameter: torch.Tensor, key: str, value: Any,
     if value.shape != parameter.shape:
         return f"has shape {tuple(value.shape)}"
     return None if _placement(value) == _placement(parameter) else f"is {_placement(value) or 'whole'}"
-
-
-def is_known(optimizer: Optimizer) -> bool:
-    """Whether its class's state is known: numbers, and tensors that are shaped like the parameter or its rows."""
-    return fast.is_torchs(optimizer) and not isinstance(optimizer, torch.optim.LBFGS)
-
-
-def misfit_of_kind(optimizer: Optimizer, key: str, value: Any) -> str | None:
-    """What is wrong with a piece of state whatever the parameter is: a number where a tensor is wanted, or the other way."""
-    if not is_known(optimizer):
-        return None
-    is_tensor = isinstance(value, torch.Tensor)
-    if key in NUMBERS:
-        is_number = value.numel() == 1 if is_tensor else isinstance(value, Number)
-        return None if is_number else f"has shape {tuple(value.shape)}" if is_tensor else f"is {value!r}"
-    is_unused = value is None and isinstance(optimizer, torch.optim.SGD)
-    return None if is_tensor or is_unused else f"is {value!r}"
 
 
 def _misfit_of_shards(value: Any, now: Any) -> str | None:

@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 
 from farstep.errors import OptimError
 from farstep.optim import fast
-from farstep.optim.adapters import step_without_hooks
-from farstep.optim.fitting import State, attributes_of, needs_closure
+from farstep.optim.fitting import State, needs_closure
 from farstep.optim.groups import copied, differ, options_of
+from farstep.state.first_step import Records, attributes_of, first_state, step_without_hooks, zeros_like
 
-__all__ = ["fresh_states", "needed_keys"]
+__all__ = ["fresh_states"]
 
 
 def fresh_states(optimizer: Optimizer, sparse: frozenset[int] = frozenset()) -> dict[torch.Tensor, State]:
@@ -47,22 +47,10 @@ def fresh_states(optimizer: Optimizer, sparse: frozenset[int] = frozenset()) -> 
         if isinstance(optimizer, torch.optim.SGD):
             state = _momentum(group, p, id(p) in sparse)
         else:
-            state = _of_torchs(optimizer, options_of(group), _shadow(p), id(p) in sparse)
+            state = first_state(optimizer, options_of(group), _shadow(p), id(p) in sparse)
         if state:
             found[p] = state
     return found
-
-
-def needed_keys(
-    optimizer: Optimizer, options: Mapping[str, Any], parameter: torch.Tensor
-) -> frozenset[str] | None:
-    """The pieces of state without which a class of torch's cannot step, with these options. None where that is not known."""
-    late = (torch.optim.SGD, torch.optim.LBFGS)
-    if not fast.is_torchs(optimizer) or isinstance(optimizer, late):
-        return None
-    like = torch.zeros([1] * parameter.dim(), dtype=parameter.dtype, device=parameter.device)
-    is_sparse = isinstance(optimizer, torch.optim.SparseAdam)
-    return frozenset(_of_torchs(optimizer, options, like.requires_grad_(), is_sparse))
 
 
 def _momentum(group: Mapping[str, Any], parameter: torch.Tensor, is_sparse: bool) -> State:
@@ -70,24 +58,6 @@ def _momentum(group: Mapping[str, Any], parameter: torch.Tensor, is_sparse: bool
     if not group["momentum"] or group["dampening"] or is_sparse:
         return {}
     return {"momentum_buffer": torch.zeros_like(parameter.detach(), memory_format=torch.preserve_format)}
-
-
-def _of_torchs(
-    optimizer: Optimizer, options: Mapping[str, Any], shadow: torch.Tensor, is_sparse: bool
-) -> State:
-    recorded = _Records()
-    # A differentiable step needs a graph around it, and has the same state.
-    group = {
-        **options,
-        "params": [shadow],
-        **({"differentiable": False} if "differentiable" in options else {}),
-    }
-    twin = type(optimizer).__new__(type(optimizer))
-    attributes = {**attributes_of(optimizer), "state": recorded, "param_groups": [group]}
-    Optimizer.__setstate__(twin, attributes)
-    shadow.grad = _zeros(shadow, is_sparse)
-    step_without_hooks(twin)
-    return recorded.first_of(shadow)
 
 
 # -- classes of which nothing is known ------------------------------------------------------------------------
@@ -117,9 +87,9 @@ def _recorded(
     optimizer: Optimizer, wanted: list[torch.Tensor], sparse: frozenset[int], at_zero: bool
 ) -> dict[torch.Tensor, State]:
     twin, shadows = _copied_whole(optimizer, at_zero)
-    records = _Records(twin.state)
+    records = Records(twin.state)
     twin.state = records  # type: ignore[assignment]
-    _step(twin, {shadows[id(p)]: _zeros(p, id(p) in sparse) for p in wanted})
+    _step(twin, {shadows[id(p)]: zeros_like(p, id(p) in sparse) for p in wanted})
     return {p: records.first_of(shadows[id(p)]) for p in wanted}
 
 
@@ -182,11 +152,6 @@ def _shadow(parameter: torch.Tensor) -> torch.Tensor:
     return shadow
 
 
-def _zeros(like: torch.Tensor, is_sparse: bool) -> torch.Tensor:
-    zeros = torch.zeros_like(like.detach())
-    return zeros.to_sparse() if is_sparse else zeros
-
-
 def _some_gradient(parameter: torch.Tensor, scale: float, is_sparse: bool) -> torch.Tensor:
     gradient = ((parameter.detach() * 1.7).sin() + 0.3) * scale
     return gradient.to_sparse() if is_sparse else gradient
@@ -235,50 +200,3 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(map(_same, a, b))
     return not differ(a, b)
-
-
-# -- recording ------------------------------------------------------------------------------------------------
-
-
-class _Record(dict[str, Any]):
-    """A parameter's state that keeps a copy of the first value of each piece."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__()
-        self.first: State = {}
-        self.update(*args, **kwargs)
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        if key not in self.first:
-            self.first[key] = copied(value)
-        super().__setitem__(key, value)
-
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        if key not in self:
-            self[key] = default
-        return self[key]
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        for key, value in dict(*args, **kwargs).items():
-            self[key] = value
-
-
-class _Records(dict[Any, Any]):
-    """The states of all parameters, as records. Like an optimizer's own, it has one for every parameter that is asked for."""
-
-    def __missing__(self, key: Any) -> _Record:
-        self[key] = {}
-        record: _Record = self[key]
-        return record
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        super().__setitem__(key, _Record(value))
-
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        if key not in self:
-            self[key] = default
-        return self[key]
-
-    def first_of(self, key: Any) -> State:
-        record = self.get(key)
-        return record.first if isinstance(record, _Record) else {}

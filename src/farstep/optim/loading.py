@@ -2,68 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from farstep.errors import StateMismatch
 from farstep.optim import fast
 from farstep.optim.fitting import State, local_shards, twin_of
-from farstep.optim.fresh import needed_keys
 from farstep.optim.groups import copied
+from farstep.state.optim_pieces import KeyCheck, refuse_keys
 
 __all__ = ["KeyCheck", "put", "refuse_keys", "rehearse", "untangled"]
-
-
-class KeyCheck:
-    """Whether the pieces of state are those which the class of a group's optimizer has. Asks the class once for each kind of parameter."""
-
-    def __init__(self, optimizer: Optimizer, options: Mapping[str, Any]) -> None:
-        self._optimizer = optimizer
-        self._options = options
-        self._needed: dict[Any, frozenset[str] | None] = {}
-
-    def __call__(self, name: str, parameter: torch.Tensor, state: State) -> None:
-        known = self._known_of(parameter)
-        if known is not None:
-            needed, more = known
-            refuse_keys(name, needed - state.keys(), state.keys() - needed - more)
-
-    def known(self, name: str, parameter: torch.Tensor, state: State) -> State:
-        """The pieces that the class knows. Those that it cannot step without must be there all the same."""
-        known = self._known_of(parameter)
-        if known is None:
-            return state
-        needed, more = known
-        refuse_keys(name, needed - state.keys(), ())
-        return {key: value for key, value in state.items() if key in needed or key in more}
-
-    def _known_of(self, parameter: torch.Tensor) -> tuple[frozenset[str], frozenset[str]] | None:
-        """What it cannot step without, and what it may have beside that. None where nobody knows."""
-        if type(self._optimizer) is torch.optim.SGD:
-            return frozenset(), frozenset(
-                {"momentum_buffer"}
-            )  # made late, and kept when it is no longer used
-        needed = self._needed_by(parameter)
-        return None if needed is None else (needed, frozenset())
-
-    def _needed_by(self, parameter: torch.Tensor) -> frozenset[str] | None:
-        kind = parameter.dim(), parameter.dtype, parameter.device
-        if kind not in self._needed:
-            self._needed[kind] = needed_keys(self._optimizer, self._options, parameter)
-        return self._needed[kind]
-
-
-def refuse_keys(name: str, missing: Iterable[str], unexpected: Iterable[str]) -> None:
-    found = {"lacks": sorted(missing), "has unexpected": sorted(unexpected)}
-    said = [f"{what} {', '.join(map(repr, keys))}" for what, keys in found.items() if keys]
-    if said:
-        raise StateMismatch(
-            f"the state of parameter {name!r} {' and '.join(said)}: it was saved by another optimizer class, or with other options; "
-            f"nothing has been loaded"
-        )
 
 
 def untangled(new: State, old: Mapping[str, Any], live: set[int]) -> State:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from farstep.errors import FarstepError, StateError, StateMismatch
+from farstep.errors import ExchangeError, FarstepError, StateError, StateMismatch
 from farstep.state.adapters.ranks import Group, own_rank, size_of
 
-__all__ = ["agree", "everyones", "mark_of"]
+__all__ = ["Settings", "agree", "everyones", "firsts", "gathered", "mark_of"]
 
 _MARK_BYTES = 16
+
+Settings = Mapping[str, Any]
+"""Arguments that all ranks are to give alike."""
 
 
 def agree(
@@ -25,45 +29,73 @@ def agree(
     doing: str,
     mark: bytes = bytes(_MARK_BYTES),
     *,
+    settings: Settings | None = None,
     kind: type[FarstepError] = StateError,
     help: str = "",
 ) -> bool:
     """All go on, or all raise: each its own error, or a `kind` that tells that of the first rank that has one, and the `help`.
 
-    Returns whether all have the same mark.
+    All raise too where ranks were given other `settings`, or do something else. Returns whether all have the same mark.
     """
-    if size_of(group) == 1:
-        if error is not None:
-            raise error
-        return True
-    device = torch.device("cpu" if "gloo" in dist.get_backend(group) else "cuda")
-    mine = torch.tensor([error is not None, *mark], dtype=torch.uint8, device=device)
-    every = torch.empty(size_of(group), len(mine), dtype=torch.uint8, device=device)
-    with _waiting(group, doing, kind):
-        dist.all_gather(list(every.unbind()), mine, group=group)
-    rows = every.cpu()
-    if rows[:, 0].any():
-        mismatch = isinstance(error, StateMismatch)
-        told = None if error is None else (mismatch, f"{type(error).__name__}: {error}")
-        texts = _gathered(told, group, doing, kind)
-        if error is not None:
-            raise error
-        first = next(rank for rank, text in enumerate(texts) if text is not None)
-        mismatch, text = texts[first]
-        raise (StateMismatch if mismatch else kind)(
-            f"{doing} did not come about, because of rank {first}: {text}" + (f". {help}" if help else "")
-        )
+    rows = _rows(error, group, doing, mark, settings, kind, help)
     return bool((rows == rows[0]).all())
 
 
 def everyones(
-    value: Any, error: Exception | None, group: Group, doing: str, *, kind: type[FarstepError] = StateError
+    value: Any,
+    error: Exception | None,
+    group: Group,
+    doing: str,
+    *,
+    settings: Settings | None = None,
+    kind: type[FarstepError] = StateError,
 ) -> list[Any] | None:
     """Every rank's, by rank; None if all have the same, which is then not sent. Raises if one cannot go on."""
-    text = pickle.dumps(value) if error is None and size_of(group) > 1 else b""
-    if agree(error, group, doing, mark_of(text), kind=kind):
+    if size_of(group) == 1:
+        agree(error, group, doing)
         return None
-    return [pickle.loads(each) for each in _gathered(text, group, doing, kind)]
+    text, error = _pickled(value, error)
+    if agree(error, group, doing, mark_of(text), settings=settings, kind=kind):
+        return None
+    return _unpickled(gathered(text, group, doing, kind=kind), group, doing, kind)
+
+
+def firsts(
+    value: Any,
+    error: Exception | None,
+    group: Group,
+    doing: str,
+    *,
+    settings: Settings | None = None,
+    kind: type[FarstepError] = StateError,
+) -> Any:
+    """What the first rank has. Raises if one cannot go on."""
+    text = b""
+    if own_rank(group) == 0:
+        text, error = _pickled(value, error)
+    rows = _rows(error, group, doing, len(text).to_bytes(_MARK_BYTES), settings, kind, "")
+    if len(rows) == 1:
+        return value
+    length = int.from_bytes(bytes(rows[0, -_MARK_BYTES:].tolist()))
+    sent = (
+        torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        if text
+        else torch.empty(length, dtype=torch.uint8)
+    )
+    sent = sent.to(_device(group))
+    with _waiting(group, doing, kind):
+        dist.broadcast(sent, group=group, group_src=0)
+    return _unpickled([sent.cpu().numpy().tobytes()], group, doing, kind)[0]
+
+
+def gathered(value: Any, group: Group, doing: str, *, kind: type[FarstepError] = StateError) -> list[Any]:
+    """Every rank's, by rank."""
+    if size_of(group) == 1:
+        return [value]
+    found: list[Any] = [None] * size_of(group)
+    with _waiting(group, doing, kind):
+        dist.all_gather_object(found, value, group)
+    return found
 
 
 def mark_of(*parts: bytes) -> bytes:
@@ -74,11 +106,80 @@ def mark_of(*parts: bytes) -> bytes:
     return whole.digest()
 
 
-def _gathered(value: Any, group: Group, doing: str, kind: type[FarstepError]) -> list[Any]:
-    found: list[Any] = [None] * size_of(group)
+def _rows(
+    error: Exception | None,
+    group: Group,
+    doing: str,
+    mark: bytes,
+    settings: Settings | None,
+    kind: type[FarstepError],
+    help: str,
+) -> Tensor:
+    """Every rank's mark, behind what all have the same. Raises unless all go on."""
+    if size_of(group) == 1:
+        if error is not None:
+            raise error
+        return torch.tensor([[*mark]], dtype=torch.uint8)
+    act = mark_of(f"{doing} {settings}".encode())
+    mine = torch.tensor([error is not None, *act, *mark], dtype=torch.uint8, device=_device(group))
+    every = torch.empty(size_of(group), len(mine), dtype=torch.uint8, device=mine.device)
     with _waiting(group, doing, kind):
-        dist.all_gather_object(found, value, group)
+        dist.all_gather(list(every.unbind()), mine, group=group)
+    rows = every.cpu()
+    if rows[:, 0].any():
+        mismatch = isinstance(error, StateMismatch)
+        told = None if error is None else (mismatch, f"{type(error).__name__}: {error}")
+        texts = gathered(told, group, doing, kind=kind)
+        if error is not None:
+            raise error
+        first = next(rank for rank, text in enumerate(texts) if text is not None)
+        mismatch, text = texts[first]
+        raise (StateMismatch if mismatch else kind)(
+            f"{doing} did not come about, because of rank {first}: {text}" + (f". {help}" if help else "")
+        )
+    acts = rows[:, 1 : 1 + _MARK_BYTES]
+    if not (acts == acts[0]).all():
+        said = gathered(
+            {"doing": doing, **{k: repr(v) for k, v in (settings or {}).items()}}, group, doing, kind=kind
+        )
+        raise kind(f"{doing} did not come about: {_difference(said)}. All ranks give the same")
+    return rows
+
+
+def _difference(said: list[dict[str, str]]) -> str:
+    for key in said[0]:
+        for rank, each in enumerate(said):
+            if each.get(key) != said[0][key]:
+                return f"{key} is {said[0][key]} on rank 0 and {each.get(key, 'absent')} on rank {rank}"
+    return "the ranks were given other arguments"
+
+
+def _pickled(value: Any, error: Exception | None) -> tuple[bytes, Exception | None]:
+    if error is not None:
+        return b"", error
+    try:
+        return pickle.dumps(value), None
+    except Exception as exc:
+        failure = StateError(
+            f"what this rank has cannot be told to the others, because something in the state or in its options cannot be pickled: {exc}"
+        )
+        failure.__cause__ = exc
+        return b"", failure
+
+
+def _unpickled(texts: list[bytes], group: Group, doing: str, kind: type[FarstepError]) -> list[Any]:
+    found, error = [], None
+    try:
+        found = [pickle.loads(each) for each in texts]
+    except Exception as exc:
+        error = StateError(f"what other ranks have told this one cannot be unpickled here: {exc}")
+        error.__cause__ = exc
+    agree(error, group, doing, kind=kind)
     return found
+
+
+def _device(group: Group) -> torch.device:
+    return torch.device("cpu" if "gloo" in dist.get_backend(group) else "cuda")
 
 
 @contextmanager
@@ -86,7 +187,7 @@ def _waiting(group: Group, doing: str, kind: type[FarstepError]) -> Iterator[Non
     try:
         yield
     except RuntimeError as exc:
-        raise kind(
+        raise (ExchangeError if kind is StateError else kind)(
             f"rank {own_rank(group)} has waited for the other ranks in vain, for {doing}: {exc}. All ranks of the group take part in it at once, and "
             f"one has died or does not"
         ) from exc

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -40,29 +40,40 @@ class FlatLayout:
     @classmethod
     def of(
         cls,
-        shapes: Mapping[str, Sequence[int]],
+        shapes: Mapping[str, Sequence[int] | Tensor],
         shard_count: int,
         *,
         aligned_numel: int = 1,
         aliases: Mapping[str, str] | None = None,
         frozen: Iterable[str] = (),
     ) -> Self:
-        """One after the other, each beginning at a multiple of `aligned_numel`."""
+        """One after the other, each beginning at a multiple of `aligned_numel`. Tensors may stand for their shapes."""
+        if not isinstance(shapes, Mapping):
+            raise TypeError(
+                f"shapes by name are wanted, such as dict(model.named_parameters()), not a {type(shapes).__name__}"
+            )
+        if aligned_numel < 1:
+            raise LayoutError(
+                f"aligned_numel is the number of elements in a unit, at least 1, not {aligned_numel}"
+            )
+        sizes = {name: _shape_of(name, each) for name, each in shapes.items()}
         starts, end = [], 0
-        for shape in shapes.values():
+        for shape in sizes.values():
             starts.append(-(-end // aligned_numel) * aligned_numel)
             end = starts[-1] + math.prod(shape)
         return cls(
-            tuple(shapes),
-            tuple(tuple(shape) for shape in shapes.values()),
+            tuple(sizes),
+            tuple(sizes.values()),
             tuple(starts),
-            -(-end // shard_count),
+            -(-end // shard_count) if shard_count > 0 else 0,
             shard_count,
             aliases=dict(aliases or {}),
             frozen=frozenset(frozen),
         )
 
     def __post_init__(self) -> None:
+        if self.shard_count < 1:
+            raise LayoutError(f"a flat tensor is cut into 1 shard or more, not {self.shard_count}")
         for what, names in (("aliases", self.aliases.values()), ("frozen", self.frozen)):
             for name in names:
                 if name not in self._index:
@@ -163,6 +174,15 @@ class FlatLayout:
             raise KeyError(
                 f"there is no {name!r} in this flat tensor; it has {', '.join(self.names)}"
             ) from None
+
+
+def _shape_of(name: str, given: Any) -> tuple[int, ...]:
+    shape = tuple(given.shape if isinstance(given, Tensor) else given)
+    if not all(isinstance(each, int) and each >= 0 for each in shape):
+        raise LayoutError(
+            f"the shape of {name!r} is {shape}, and a shape has numbers of elements, none below 0"
+        )
+    return shape
 
 
 def _permuted(values: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:

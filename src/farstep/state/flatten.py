@@ -14,6 +14,9 @@ from torch import Tensor
 
 from farstep.errors import LayoutError
 from farstep.state.flat import FlatLayout
+from farstep.state.known import NUMBERS
+from farstep.state.optim_entries import copied
+from farstep.state.same import same
 
 __all__ = ["flatten", "flatten_shard", "flatten_state", "unflatten", "unflatten_state"]
 
@@ -31,12 +34,19 @@ def flatten(layout: FlatLayout, tensors: Mapping[str, Tensor]) -> list[Tensor]:
     return [_shard(layout, given, shard) for shard in range(layout.shard_count)]
 
 
-def flatten_shard(layout: FlatLayout, tensors: Mapping[str, Tensor], shard: int) -> Tensor:
-    """One of them. Tensors of which nothing lies in this shard may be left out."""
+def flatten_shard(
+    layout: FlatLayout, tensors: Mapping[str, Tensor], shard: int, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """One of them. Tensors of which nothing lies in this shard may be left out; `dtype` is wanted where that leaves none to tell it by."""
     _check_number(layout, shard)
     given = _given(layout, tensors)
     _check_names(layout, given, [name for name in layout.names if layout.boxes(name, shard)])
-    return _shard(layout, given, shard)
+    if not given and dtype is None:
+        raise LayoutError(
+            f"no tensor lies in shard {shard} of {layout.shard_count}, which is padding alone, and none was given: say what dtype it has"
+        )
+    _check_alike({**given, **({} if dtype is None else {f"shard {shard}": torch.empty(0, dtype=dtype)})})
+    return _shard(layout, given, shard, dtype)
 
 
 def unflatten(layout: FlatLayout, shards: Sequence[Tensor], *, aliases: bool = False) -> dict[str, Tensor]:
@@ -56,17 +66,22 @@ def flatten_state(layout: FlatLayout, states: Mapping[str, State]) -> list[dict[
 
     State that has its tensor's shape is laid out as the tensors are, under the same key. Anything else has to be equal for all tensors, since the flat
     parameter has it once. All but frozen tensors have the same keys, or none has any: zeros are put in place of frozen ones
-    alone, which no optimizer looks at.
+    alone, which no optimizer looks at, and which have none.
     """
     given = _given(layout, states)
     _check_names(layout, given, [])
+    for name in layout.frozen:
+        if given.get(name):
+            raise LayoutError(
+                f"{name!r} has the state {', '.join(map(repr, given[name]))} and is frozen in this layout: leave its state out, or do not name it in `frozen`"
+            )
     known = [name for name in layout.names if given.get(name)]
     if not known:
         return [{} for _ in range(layout.shard_count)]
     keys = list(given[known[0]])
     for name in layout.names:
         absent = [key for key in keys if key not in (given.get(name) or ())]
-        if absent and not (name in layout.frozen and not given.get(name)):
+        if absent and name not in layout.frozen:
             raise LayoutError(
                 f"{name!r} has no state {', '.join(map(repr, absent))}, and {known[0]!r}, which lies in the same flat parameter, has: give state for "
                 f"all of them, or name in `frozen` those that never have any"
@@ -79,13 +94,13 @@ def flatten_state(layout: FlatLayout, states: Mapping[str, State]) -> list[dict[
     flat: list[dict[str, Any]] = [{} for _ in range(layout.shard_count)]
     for key in keys:
         values = {name: given[name][key] for name in known}
-        if any(_has_shape(value, layout.shape(name)) for name, value in values.items()):
+        if _is_shaped(layout, key, values):
             for state, tensor in zip(flat, _flat_key(layout, key, values), strict=True):
                 state[key] = tensor
         else:
             value = _common(key, values)
             for state in flat:
-                state[key] = value
+                state[key] = copied(value)  # an optimizer counts its steps in place
     return flat
 
 
@@ -109,7 +124,7 @@ def unflatten_state(layout: FlatLayout, states: Sequence[State]) -> dict[str, di
         else:
             value = _common(key, values)
             for name in found:
-                found[name][key] = value
+                found[name][key] = copied(value)
     return found
 
 
@@ -133,11 +148,13 @@ def _flat_key(layout: FlatLayout, key: str, values: dict[str, Any]) -> list[Tens
         raise LayoutError(f"the state {key!r}: {exc}") from None
 
 
-def _shard(layout: FlatLayout, tensors: Mapping[str, Tensor], shard: int) -> Tensor:
+def _shard(
+    layout: FlatLayout, tensors: Mapping[str, Tensor], shard: int, dtype: torch.dtype | None = None
+) -> Tensor:
     model = next(iter(tensors.values()), None)
     flat = torch.zeros(
         layout.shard_numel,
-        dtype=model.dtype if model is not None else None,
+        dtype=model.dtype if model is not None else dtype,
         device=model.device if model is not None else None,
     )
     for name, tensor in tensors.items():
@@ -166,7 +183,7 @@ def _given(layout: FlatLayout, values: Mapping[str, Any]) -> dict[str, Any]:
     first: dict[str, str] = {}
     for given, value in values.items():
         name = layout.aliases.get(given, given)
-        if name in found and not _same(found[name], value):
+        if name in found and not same(found[name], value):
             raise LayoutError(
                 f"{first[name]!r} and {given!r} are names of one tensor, and what was given for them is not the same"
             )
@@ -219,7 +236,7 @@ def _common(key: str, values: Mapping[str, Any]) -> Any:
     """The one value that all have."""
     (first, value), *others = values.items()
     for name, other in others:
-        if not _same(value, other):
+        if not same(value, other):
             raise LayoutError(
                 f"the state {key!r} of {first!r} is {_shown(value)} and of {name!r} {_shown(other)}: a flat parameter has it once, so it has to be the same"
             )
@@ -232,16 +249,12 @@ def _shown(value: Any) -> str:
     return str(value.item()) if isinstance(value, Tensor) and value.numel() else repr(value)
 
 
-def _same(a: Any, b: Any) -> bool:
-    if a is b:
+def _is_shaped(layout: FlatLayout, key: str, values: Mapping[str, Any]) -> bool:
+    """Whether a state is shaped like its tensors. One of a single number may be either, so others tell, or what torch's optimizers count in it."""
+    if any(_has_shape(value, layout.shape(name)) for name, value in values.items()):
         return True
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return False
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
-    return bool(a == b)
+    scalars = all(isinstance(each, Tensor) and each.dim() == 0 for each in values.values())
+    return scalars and key not in NUMBERS and all(layout.shape(name) == () for name in values)
 
 
 def _has_shape(value: Any, shape: Sequence[int]) -> bool:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+from functools import lru_cache
+
+import torch
 from torch.optim import Optimizer
 
-__all__ = ["NUMBERS", "OF_SCHEDULES", "is_torchs"]
+__all__ = ["NUMBERS", "OF_SCHEDULES", "is_torchs", "options_of_torchs"]
 
 NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
 """What they keep as a tensor of one number; all else has the parameter's shape."""
@@ -15,3 +19,13 @@ OF_SCHEDULES = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum
 def is_torchs(optimizer: Optimizer) -> bool:
     """Whether its class is one of torch's own, of which is known what they do."""
     return type(optimizer).__module__.startswith("torch.optim")
+
+
+@lru_cache(maxsize=1)
+def options_of_torchs() -> frozenset[str]:
+    """The options of all of them. What else stands in a group is a label that some user has put there, and no class looks at it."""
+    kinds = [
+        each for each in vars(torch.optim).values() if isinstance(each, type) and issubclass(each, Optimizer)
+    ]
+    named = {name for kind in kinds for name in inspect.signature(kind).parameters}
+    return frozenset(named - {"params", "defaults", "args", "kwargs"} | {"decoupled_weight_decay"})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from farstep.state.layout import Spread
+from farstep.state.same import same
 
 __all__ = [
     "Entry",
+    "Nested",
     "Number",
     "Odd",
     "RankOwned",
@@ -22,7 +24,9 @@ __all__ = [
     "copied",
     "digest",
     "label",
+    "put_together",
     "ranks_named",
+    "taken_apart",
     "union",
     "unlike",
 ]
@@ -30,9 +34,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Shaped:
-    """A tensor that is shaped like its parameter."""
+    """A tensor that is shaped like its parameter. `elements`, a digest, if it may be that it only happens to be as long."""
 
     dtype: torch.dtype
+    elements: str = ""
 
     def __str__(self) -> str:
         return f"{self.dtype} of the parameter's shape"
@@ -40,11 +45,12 @@ class Shaped:
 
 @dataclass(frozen=True, slots=True)
 class Odd:
-    """A tensor of another shape, and a digest of its elements."""
+    """A tensor of another shape, and a digest of its elements. `is_part`: what this rank has of a DTensor that others have the rest of."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     elements: str
+    is_part: bool = False
 
     def __str__(self) -> str:
         return f"{self.dtype} of shape {self.shape} with the elements {self.elements[:8]}"
@@ -65,18 +71,73 @@ class Number:
         return cls(local.item(), value.dtype)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Number) or self.dtype != other.dtype:
-            return False
-        return self.value is other.value or _text(self.value) == _text(other.value)
+        return isinstance(other, Number) and self.dtype == other.dtype and same(self.value, other.value)
 
     def __hash__(self) -> int:
-        return hash(_text(self.value))
+        # What is the same has the same hash; a NaN has another each time.
+        value = self.value
+        return hash((self.dtype, value)) if isinstance(value, int | float | str) and value == value else 0
 
     def __str__(self) -> str:
-        return _text(self.value) if self.dtype is None else f"{self.value} ({self.dtype})"
+        return repr(self.value) if self.dtype is None else f"{self.value} ({self.dtype})"
 
 
-Entry = Shaped | Odd | Number
+@dataclass(frozen=True, slots=True)
+class Nested:
+    """Lists or dicts with tensors in them: what they are without these, see `taken_apart`, and the tensors."""
+
+    frame: Any
+    tensors: tuple[Odd, ...]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Nested) and self.tensors == other.tensors and same(self.frame, other.frame)
+
+    def __hash__(self) -> int:
+        return hash(self.tensors)
+
+    def __str__(self) -> str:
+        marks = hashlib.blake2b("".join(each.elements for each in self.tensors).encode(), digest_size=4)
+        return f"a {type(self.frame).__name__} of {len(self.tensors)} tensors with the elements {marks.hexdigest()}"
+
+
+Entry = Shaped | Odd | Number | Nested
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the tensor of this number goes."""
+
+    number: int
+
+
+def taken_apart(value: Any) -> tuple[Any, list[Tensor]]:
+    """The tensors within lists, tuples and dicts, and the same with places instead of them."""
+    tensors: list[Tensor] = []
+
+    def take(tensor: Any) -> Any:
+        if not isinstance(tensor, Tensor):
+            return tensor
+        tensors.append(tensor)
+        return _Place(len(tensors) - 1)
+
+    return _each(value, take), tensors
+
+
+def put_together(frame: Any, tensors: Sequence[Any]) -> Any:
+    """The inverse of `taken_apart`."""
+    return _each(frame, lambda each: tensors[each.number] if isinstance(each, _Place) else each)
+
+
+def _each(value: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, dict):
+        made = copy.copy(value)
+        made.update({key: _each(each, change) for key, each in value.items()})
+        return made
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_each(each, change) for each in value))
+    if isinstance(value, list | tuple):
+        return type(value)(_each(each, change) for each in value)
+    return change(value)
 
 
 class RankOwned:
@@ -119,15 +180,7 @@ def digest(tensor: Tensor) -> str:
 
 def unlike(a: Any, b: Any) -> bool:
     """Whether two options differ."""
-    return Number.of(a) != Number.of(b) if _is_single(a) and _is_single(b) else _text(a) != _text(b)
-
-
-def _is_single(value: Any) -> bool:
-    return not isinstance(value, Tensor) or value.numel() == 1
-
-
-def _text(value: Any) -> str:
-    return repr(value)
+    return not same(a, b)
 
 
 def ranks_named(ranks: Sequence[int]) -> str:

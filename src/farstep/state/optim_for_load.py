@@ -12,11 +12,13 @@ from torch.optim import Optimizer
 
 from farstep.errors import StateMismatch
 from farstep.state.adapters.ranks import Group
-from farstep.state.exchange import respread
+from farstep.state.exchange import BUDGET_BYTES, respread
 from farstep.state.optim_given import given_alone
-from farstep.state.optim_loading import Loading, Translation, load
+from farstep.state.optim_loading import Loading, load
 from farstep.state.optim_moving import Options
+from farstep.state.optim_names import Translation
 from farstep.state.optim_roster import Composed, Seated, roster_of
+from farstep.state.optim_staging import transfers
 
 __all__ = ["for_load"]
 
@@ -24,7 +26,7 @@ __all__ = ["for_load"]
 @torch.no_grad()
 def for_load(
     model: nn.Module,
-    groups: list[dict[str, Any]],
+    groups: Callable[[], list[dict[str, Any]]],
     optim: Optimizer | None,
     state: Any,
     *,
@@ -33,20 +35,34 @@ def for_load(
     with_empty: bool = False,
     group: Group = None,
 ) -> dict[str, Any]:
-    """`groups` are those of the optimizer, which may not be there yet; it is not changed.
+    """`groups()` are those of the optimizer, which may not be there yet; it is not changed.
 
     If `from_rank0`, the first rank alone has the state; if `alone`, this rank has all of it, and asks no other. Parameters of which a rank has no
     elements get state only if `with_empty`.
     """
-    stand_in = _stand_in(groups, optim)
-    if isinstance(state, Mapping) and "state" in state and state.get("param_groups") is None:
-        # Without groups nobody knows who had no state, so whoever is not there had none.
-        names = dict.fromkeys([*state["state"], *roster_of(model, stand_in, group).seats])
-        state = {**state, "param_groups": [{"params": list(names)}]}
+    stand_in: Optimizer = _Carrier([])
+    error: Exception | None = None
+    try:
+        stand_in = _stand_in(groups(), optim)
+        if (
+            isinstance(state, Mapping)
+            and isinstance(state.get("state"), Mapping)
+            and state.get("param_groups") is None
+        ):
+            # Without groups nobody knows who had no state, so whoever is not there had none.
+            names = dict.fromkeys([*state["state"], *roster_of(model, stand_in, group).seats])
+            state = {**state, "param_groups": [{"params": list(names)}]}
+    except Exception as exc:  # the other ranks wait to hear of it
+        if alone:
+            raise
+        error = exc
     if alone:
         _load_alone(model, stand_in, state, group)
     else:
-        load(model, stand_in, state, strict=True, broadcast_from_rank0=from_rank0, options=Options(group))
+        options = Options(group)
+        load(
+            model, stand_in, state, strict=True, broadcast_from_rank0=from_rank0, options=options, error=error
+        )
     return _packed(stand_in, with_empty)
 
 
@@ -54,7 +70,7 @@ class _Carrier(Optimizer):
     """Holds state for an optimizer of which only the groups are known."""
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
-        super().__init__(groups, {})
+        super().__init__(groups or [{"params": []}], {})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         raise NotImplementedError("this holds the state of an optimizer that is somewhere else")
@@ -85,10 +101,11 @@ def _load_alone(model: nn.Module, stand_in: Optimizer, state: Any, group: Group)
             f"a whole state is wanted on each rank, and this one was given {type(state).__name__}: scatter_full_optim_state_dict is for one that only rank 0 has"
         )
     roster = roster_of(model, stand_in, group)
-    given = given_alone(state, Translation(roster), group)
-    loading = Loading(roster, given, group)
+    names = Translation(roster)
+    loading = Loading(roster, given_alone(state, names, names.is_known, group), group)
     loading.prepare(strict=True)
-    respread(loading.sources, loading.targets, group, check=False, same_host=False)
+    for here, there in transfers(loading.sources, loading.targets, loading.cast, BUDGET_BYTES):
+        respread(here, there, group, check=False, same_host=False)
     loading.finish()
     loading.commit()
 

@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from farstep.errors import FarstepError, StateError, StateMismatch
-from farstep.state.adapters import shards_of
+from farstep.state.adapters import part_of
+from farstep.state.adapters.plain import check_readable
 from farstep.state.adapters.ranks import Group, own_rank, size_of
 from farstep.state.box import Box
-from farstep.state.council import agree, everyones
+from farstep.state.council import Settings, everyones, firsts
 from farstep.state.layout import Spread
 from farstep.state.optim_entries import Number, RankOwned, label, ranks_named, union, unlike
+from farstep.state.optim_forms import is_nothing, no_state, parts_of
 from farstep.state.optim_schema import options_of
-from farstep.state.shards import Shards
+from farstep.state.samples import samples_of
+from farstep.state.shards import Part, Shards
 
 __all__ = ["Given", "Owned", "Whole", "given_alone", "given_to"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one rank has of a tensor. `is_whole`: a plain tensor, which is to be on all ranks."""
+    """What one rank has of a tensor, and a sample of each box. `is_whole`: a plain tensor, which is to be on all ranks."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     boxes: tuple[Box, ...]
+    samples: tuple[int, ...]
     is_whole: bool
 
     def __str__(self) -> str:
@@ -39,10 +41,10 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _OwnedPart:
-    """What one rank has of a state that belongs to the parts of a parameter: rank that had it -> shape and dtype."""
+    """What one rank has of a state that belongs to the parts of a parameter: rank that had it -> shape, dtype and a sample."""
 
     spread: Spread
-    tensors: tuple[tuple[int, tuple[int, ...], torch.dtype], ...]
+    tensors: tuple[tuple[int, tuple[int, ...], torch.dtype, int], ...]
 
     def __str__(self) -> str:
         return "a state of each rank's own"
@@ -65,6 +67,7 @@ class Owned:
 
 Entry = Number | Whole | Owned
 _Described = Number | _Part | _OwnedPart
+_Piece = Number | Part | RankOwned
 
 
 @dataclass
@@ -93,163 +96,179 @@ def given_to(
     group: Group,
     doing: str,
     *,
+    is_known: Callable[[str], bool] = lambda _: False,
+    settings: Settings | None = None,
     kind: type[FarstepError] = StateError,
 ) -> Given:
     """All ranks call it. Raises StateMismatch, which names parameter, state and ranks, where what they were given does not go together.
 
-    `error` is what keeps this rank from going on; if it is not this one, others raise a `kind`. A rank that was given an empty list has nothing, which
-    is no mistake as long as others have everything.
+    `error` is what keeps this rank from going on; if it is not this one, others raise a `kind`. A rank that was given nothing makes no mistake, as long as
+    others have everything. `is_known` tells a saved name, `settings` are what all ranks are to have the same.
     """
     mine = _Mine()
     if error is None and (own_rank(group) == 0 or not broadcast_from_rank0):
         try:
-            mine = _understood(state, translate, group)
+            mine = _understood(state, translate, is_known, group)
+            if mine.is_silent and (broadcast_from_rank0 or size_of(group) == 1):
+                raise no_state(f"this is {'None' if state is None else 'empty'}")
         except Exception as exc:
             error = exc
-    told = mine.state, mine.groups
-    if broadcast_from_rank0 and size_of(group) > 1:
-        agree(error, group, doing, kind=kind)
-        box: list[Any] = [told]
-        dist.broadcast_object_list(box, group=group, group_src=0)
-        return Given(_merged([box[0][0]]), box[0][1], mine.tensors)
-    every = everyones((*told, mine.is_silent), error, group, doing, kind=kind)
+    settings = {"broadcast_from_rank0": broadcast_from_rank0, **(settings or {})}
+    if broadcast_from_rank0:
+        told, groups = firsts((mine.state, mine.groups), error, group, doing, settings=settings, kind=kind)
+        return Given(_merged([told]), groups, mine.tensors)
+    every = everyones(
+        (mine.state, mine.groups, mine.is_silent), error, group, doing, settings=settings, kind=kind
+    )
     if every is None:
         if mine.is_silent:
-            raise _no_state()
+            raise no_state("no rank was given anything")
         return Given(_merged([mine.state] * size_of(group)), mine.groups, mine.tensors)
     heard = {rank: each for rank, (*each, is_silent) in enumerate(every) if not is_silent}
-    groups = _the_groups({rank: each for rank, (_, each) in heard.items()})
-    return Given(
-        _merged([heard[rank][0] if rank in heard else None for rank in range(len(every))]),
-        groups,
-        mine.tensors,
-    )
+    groups = None
+    for number, (rank, (_, theirs)) in enumerate(heard.items()):
+        if number:
+            _check_groups(groups, theirs, f"rank {next(iter(heard))}", f"rank {rank}")
+        else:
+            groups = theirs
+    states = [heard[rank][0] if rank in heard else None for rank in range(len(every))]
+    return Given(_merged(states), groups, mine.tensors)
 
 
-def given_alone(state: Any, translate: Callable[[str], str], group: Group) -> Given:
+def given_alone(
+    state: Any, translate: Callable[[str], str], is_known: Callable[[str], bool], group: Group
+) -> Given:
     """The same where every rank has the same whole state, so that none has to be asked."""
-    mine = _understood(state, translate, group)
+    mine = _understood(state, translate, is_known, group)
+    if mine.is_silent:
+        raise no_state("this is empty")
     return Given(_merged([mine.state] * size_of(group)), mine.groups, mine.tensors)
 
 
 # -- on one rank ------------------------------------------------------------------------------------------
 
 
-def _understood(given: Any, translate: Callable[[str], str], group: Group) -> _Mine:
-    rank = own_rank(group)
-    mine = _Mine(is_silent=isinstance(given, list) and not given)
-    for each in _parts(given):
-        state = each["state"]
-        if any(not isinstance(name, str) for name in state):
-            raise StateMismatch(
-                "this state has numbers where parameters' names are wanted: it is that of an ordinary optimizer, whose numbers mean nothing "
-                "elsewhere. rekey_optim_state_dict puts names in their place"
-            )
-        names: dict[str, str] = {}
-        for old, values in state.items():
-            name = translate(old)
-            if names.setdefault(name, old) != old:
-                if _same(state[names[name]], values):
-                    continue
-                raise StateMismatch(
-                    f"{names[name]!r} and {old!r} of the state are one parameter here, {name!r}, and have different state; nothing has been "
-                    f"loaded"
-                )
-            if not isinstance(values, Mapping):
-                raise StateMismatch(
-                    f"the state of parameter {name!r} is a {type(values).__name__}, and not a dict; nothing has been loaded"
-                )
+def _understood(
+    given: Any, translate: Callable[[str], str], is_known: Callable[[str], bool], group: Group
+) -> _Mine:
+    if is_nothing(given):
+        return _Mine(is_silent=True)
+    mine = _Mine()
+    found: dict[str, dict[str, list[_Piece]]] = {}
+    for number, part in enumerate(parts_of(given, is_known)):
+        rank = own_rank(group) if part.rank is None else part.rank
+        for name, values in _by_own_names(part.state, translate):
+            pieces = found.setdefault(name, {})
             for key, value in values.items():
-                _take(mine, name, key, value, each.get("rank", rank), rank, group)
-        groups = each.get("param_groups")
-        if groups is not None and mine.groups is None:
-            mine.groups = [
-                {**options_of(saved), "params": union([[translate(name) for name in saved["params"]]])}
-                for saved in groups
-            ]
+                pieces.setdefault(key, []).append(_piece(value, label(name, key), rank))
+        groups = None if part.groups is None else [_group(each, translate) for each in part.groups]
+        if number:
+            _check_groups(mine.groups, groups, "the first part", f"part {number}")
+        else:
+            mine.groups = groups
+    samples = _samples(found)
+    for name, pieces in found.items():
+        mine.state[name] = {
+            key: _described(mine, name, key, several, samples) for key, several in pieces.items()
+        }
     return mine
 
 
-def _parts(given: Any) -> list[Mapping[str, Any]]:
-    """One state dict, or those that several ranks had saved."""
-    parts = [given] if isinstance(given, Mapping) else given
-    if isinstance(parts, Sequence) and all(isinstance(p, Mapping) and "state" in p for p in parts):
-        return list(parts)
-    raise _no_state()
+def _by_own_names(
+    state: Mapping[str, Mapping[str, Any]], translate: Callable[[str], str]
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """By the names that the parameters have here. One that was saved under several has the same under each."""
+    names: dict[str, str] = {}
+    for old, values in state.items():
+        name = translate(old)
+        first = names.setdefault(name, old)
+        if first == old:
+            yield name, values
+        elif values is not state[first] and unlike(state[first], values):
+            raise StateMismatch(
+                f"{first!r} and {old!r} of the state are one parameter here, {name!r}, and have different state; nothing has been loaded"
+            )
 
 
-def _no_state() -> StateMismatch:
+def _group(saved: Mapping[str, Any], translate: Callable[[str], str]) -> dict[str, Any]:
+    return {**options_of(saved), "params": union([[translate(name) for name in saved["params"]]])}
+
+
+def _piece(value: Any, text: str, saved_by: int) -> _Piece:
+    if isinstance(value, RankOwned):
+        for tensor in value.tensors.values():
+            check_readable(tensor, text)
+        return value
+    if isinstance(value, Shards) or (isinstance(value, Tensor) and value.dim()):
+        return part_of(value, rank=saved_by, name=text)
+    if isinstance(value, Tensor) and value.is_meta:
+        check_readable(value, text)
+    return Number.of(value)
+
+
+def _samples(found: Mapping[str, Mapping[str, list[_Piece]]]) -> dict[int, int]:
+    """Of all tensors, by id."""
+    tensors = {
+        id(tensor): tensor
+        for pieces in found.values()
+        for several in pieces.values()
+        for piece in several
+        if not isinstance(piece, Number)
+        for tensor in (piece.tensors.values() if isinstance(piece, RankOwned) else piece.tensors)
+    }
+    return dict(zip(tensors, samples_of(list(tensors.values())), strict=True))
+
+
+def _described(
+    mine: _Mine, name: str, key: str, pieces: Sequence[_Piece], samples: Mapping[int, int]
+) -> _Described:
+    """What the parts say together of one piece of state. Its tensors are put among `mine`."""
+    first = pieces[0]
+    if isinstance(first, Number):
+        for other in pieces[1:]:
+            if other != first:
+                raise _in_parts(name, key, first, other)
+        return first
+    if isinstance(first, Part):
+        boxes: dict[Box, Tensor] = {}
+        for piece in pieces:
+            if not isinstance(piece, Part) or (piece.shape, piece.dtype) != (first.shape, first.dtype):
+                raise _in_parts(name, key, first, piece)
+            for box, tensor in zip(piece.boxes, piece.tensors, strict=True):
+                if samples[id(boxes.setdefault(box, tensor))] != samples[id(tensor)]:
+                    raise StateMismatch(
+                        f"{box} of {label(name, key)} is in several parts, with different elements: they are not of one save; nothing has been loaded"
+                    )
+        mine.tensors[label(name, key)] = list(boxes.values())
+        taken = tuple(samples[id(tensor)] for tensor in boxes.values())
+        return _Part(first.shape, first.dtype, tuple(boxes), taken, all(p.is_whole for p in pieces))  # type: ignore[union-attr]
+    owned: dict[int, Tensor] = {}
+    for piece in pieces:
+        if not isinstance(piece, RankOwned) or piece.spread != first.spread:
+            raise _in_parts(name, key, first, piece)
+        for rank, tensor in piece.tensors.items():
+            if _look(owned.setdefault(rank, tensor), samples) != _look(tensor, samples):
+                raise StateMismatch(
+                    f"{label(name, key, rank)} is in several parts, which are not of one save; nothing has been loaded"
+                )
+    mine.tensors |= {label(name, key, rank): [tensor] for rank, tensor in owned.items()}
+    return _OwnedPart(first.spread, tuple((rank, *_look(tensor, samples)) for rank, tensor in owned.items()))
+
+
+def _look(tensor: Tensor, samples: Mapping[int, int]) -> tuple[tuple[int, ...], torch.dtype, int]:
+    return tuple(tensor.shape), tensor.dtype, samples[id(tensor)]
+
+
+def _in_parts(name: str, key: str, one: _Piece, other: _Piece) -> StateMismatch:
     return StateMismatch(
-        'this is no state by the names of parameters, {"state": ..., "param_groups": ...}; nothing has been loaded. Where only the first rank '
-        "has one, all say broadcast_from_rank0=True"
+        f"the state {key!r} of parameter {name!r} is {_words(one)} in one part and {_words(other)} in another; nothing has been loaded"
     )
 
 
-def _take(mine: _Mine, name: str, key: str, value: Any, saved_by: int, rank: int, group: Group) -> None:
-    known = mine.state.setdefault(name, {})
-    entry: _Described
-    tensors: dict[str, list[Tensor]] = {}
-    if isinstance(value, RankOwned):
-        own = [(r, tuple(t.shape), t.dtype) for r, t in value.tensors.items()]
-        entry = _OwnedPart(value.spread, tuple(own))
-        tensors = {label(name, key, r): [t] for r, t in value.tensors.items()}
-    elif not isinstance(value, Shards | Tensor) or (isinstance(value, Tensor) and value.dim() == 0):
-        entry = Number.of(value)
-    elif isinstance(value, Shards):
-        value.check(label(name, key), saved_by)
-        entry = _Part(value.shape, value.dtype, tuple(value.spread.boxes(saved_by)), False)
-        tensors = {label(name, key): value.tensors}
-    else:
-        shards = shards_of(value, group, name=label(name, key))
-        is_plain = not hasattr(value, "placements") and not hasattr(value, "local_shards")
-        entry = _Part(shards.shape, shards.dtype, tuple(shards.spread.boxes(rank)), is_plain)
-        tensors = {label(name, key): shards.tensors}
-    before = known.get(key)
-    if before is None:
-        known[key] = entry
-        mine.tensors |= tensors
-    elif isinstance(before, _Part) and isinstance(entry, _Part):
-        _check_alike(name, key, {before: [rank], entry: [rank]})
-        new = [box not in before.boxes for box in entry.boxes]
-        kept = [box for box, is_new in zip(entry.boxes, new, strict=True) if is_new]
-        known[key] = _Part(before.shape, before.dtype, (*before.boxes, *kept), False)
-        parts = tensors[label(name, key)]
-        mine.tensors[label(name, key)] = [
-            *mine.tensors[label(name, key)],
-            *(t for t, is_new in zip(parts, new, strict=True) if is_new),
-        ]
-    elif isinstance(before, _OwnedPart) and isinstance(entry, _OwnedPart):
-        known[key] = _OwnedPart(before.spread, tuple(union([before.tensors, entry.tensors])))
-        mine.tensors |= tensors
-    elif before != entry:
-        raise StateMismatch(
-            f"the state {key!r} of parameter {name!r} is {before} in one part and {entry} in another; nothing has been loaded"
-        )
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Whether two states are the same, as far as that can be told here."""
-    if a is b:
-        return True
-    if not isinstance(a, Mapping) or not isinstance(b, Mapping) or a.keys() != b.keys():
-        return False
-    for key, value in a.items():
-        other = b[key]
-        if isinstance(value, Tensor) and isinstance(other, Tensor) and value.shape == other.shape:
-            if not torch.equal(value, other):
-                return False
-        elif value is not other and unlike(value, other):
-            return False
-    return True
-
-
-def cleaned(name: str, known: Callable[[str], bool]) -> str:
-    """A name without what wrappers put into it, if the model knows it so."""
-    bare = re.sub(r"\b(_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\.", "", name)
-    for candidate in (bare, bare.removeprefix("module.")):
-        if known(candidate):
-            return candidate
-    return bare
+def _words(piece: _Piece) -> str:
+    if isinstance(piece, Part):
+        return f"{piece.dtype} of shape {piece.shape}"
+    return str(piece) if isinstance(piece, Number) else f"a state of each rank's own, for {piece.spread!r}"
 
 
 # -- of all ranks -----------------------------------------------------------------------------------------
@@ -259,77 +278,104 @@ def _merged(every: Sequence[Mapping[str, Mapping[str, _Described]] | None]) -> d
     """`every` rank's; None of one that was given nothing."""
     found: dict[str, dict[str, Entry]] = {}
     first = every[0]
-    if len(every) > 1 and first is not None and all(each is first for each in every):
-        spreads: dict[_Part, Spread] = {}
+    spreads: dict[Any, Spread] = {}
+    if first is not None and all(each is first for each in every):
         for name, state in first.items():
             found[name] = {key: _joined([entry] * len(every), spreads) for key, entry in state.items()}
         return found
     heard = [each for each in every if each is not None]
     silent = {rank for rank, each in enumerate(every) if each is None}
     for name in union(heard):
+        found[name] = {}
         for key in union(each.get(name, ()) for each in heard):
             said = [None if each is None else each.get(name, {}).get(key) for each in every]
             _compare(name, key, said, silent)
-            found.setdefault(name, {})[key] = _joined(said, {})
-        found.setdefault(name, {})
+            found[name][key] = _joined(said, spreads)
     return found
 
 
 def _compare(name: str, key: str, said: Sequence[_Described | None], silent: set[int]) -> None:
     here = [entry for entry in said if entry is not None]
     is_everyones = any(isinstance(e, _Part) and e.is_whole for e in here) or isinstance(here[0], Number)
-    by_entry: dict[Any, list[int]] = {}
+    alike: list[tuple[_Described | None, list[int]]] = []
     for rank, entry in enumerate(said):
         if rank not in silent and (entry is not None or is_everyones):
-            by_entry.setdefault(entry, []).append(rank)
-    _check_alike(name, key, by_entry)
+            ranks = next((ranks for other, ranks in alike if _is_alike(entry, other)), None)
+            if ranks is None:
+                alike.append((entry, [rank]))
+            else:
+                ranks.append(rank)
+    if len(alike) > 1:
+        words = "; ".join(
+            f"{'absent' if entry is None else entry} on {ranks_named(ranks)}" for entry, ranks in alike
+        )
+        raise StateMismatch(
+            f"the ranks were given different states: {key!r} of parameter {name!r} is {words}; nothing has been loaded"
+        )
+    _compare_samples(name, key, said)
 
 
-def _joined(said: Sequence[_Described | None], spreads: dict[_Part, Spread]) -> Entry:
+def _is_alike(a: _Described | None, b: _Described | None) -> bool:
+    """Whether two ranks have the same of a piece of state but for its elements."""
+    return a == b if isinstance(a, Number) or isinstance(b, Number) else str(a) == str(b)
+
+
+def _compare_samples(name: str, key: str, said: Sequence[_Described | None]) -> None:
+    """What several ranks have, such as a whole tensor or a replica, is the same on all of them."""
+    seen: dict[Any, tuple[int, Any]] = {}
+    spread: Spread | None = None
+    for rank, entry in enumerate(said):
+        if isinstance(entry, _OwnedPart):
+            spread = spread or entry.spread
+            if entry.spread != spread:
+                raise StateMismatch(
+                    f"the ranks were given different states: {key!r} of parameter {name!r} belongs to the parts of a parameter that was {spread!r}, and on rank "
+                    f"{rank} to those of one that was {entry.spread!r}; nothing has been loaded"
+                )
+            found = [(f"rank {owner}'s", look) for owner, *look in entry.tensors]
+        elif isinstance(entry, _Part):
+            found = list(zip(entry.boxes, entry.samples, strict=True))  # type: ignore[arg-type]
+        else:
+            continue
+        for what, look in found:
+            first, wanted = seen.setdefault(what, (rank, look))
+            if look != wanted:
+                raise StateMismatch(
+                    f"the ranks were given different states: {key!r} of parameter {name!r} has other elements on rank {rank} than on rank {first} ({what}); nothing "
+                    f"has been loaded"
+                )
+
+
+def _joined(said: Sequence[_Described | None], spreads: dict[Any, Spread]) -> Entry:
     first = next(entry for entry in said if entry is not None)
     if isinstance(first, Number):
         return first
     if isinstance(first, _Part):
-        spread = spreads.get(first)
-        if spread is None:
-            boxes = {rank: entry.boxes for rank, entry in enumerate(said) if isinstance(entry, _Part)}
-            spread = spreads[first] = Spread.of(first.shape, first.dtype, boxes)
-        return Whole(spread)
+        boxes = tuple(entry.boxes if isinstance(entry, _Part) else () for entry in said)
+        known = first.shape, first.dtype, boxes
+        if known not in spreads:
+            spreads[known] = Spread.of(first.shape, first.dtype, dict(enumerate(boxes)))
+        return Whole(spreads[known])
     holders: dict[int, tuple[tuple[int, ...], torch.dtype, list[int]]] = {}
     for rank, entry in enumerate(said):
         if isinstance(entry, _OwnedPart):
-            for saved_by, shape, dtype in entry.tensors:
+            for saved_by, shape, dtype, _ in entry.tensors:
                 holders.setdefault(saved_by, (shape, dtype, []))[2].append(rank)
     return Owned(
         first.spread, {r: Spread.whole(shape, dtype, at) for r, (shape, dtype, at) in holders.items()}
     )
 
 
-def _check_alike(name: str, key: str, by_entry: Mapping[Any, list[int]]) -> None:
-    words: dict[str, list[int]] = {}
-    for entry, ranks in by_entry.items():
-        words.setdefault("absent" if entry is None else str(entry), []).extend(ranks)
-    if len(words) > 1:
-        said = "; ".join(f"{what} on {ranks_named(sorted(ranks))}" for what, ranks in words.items())
+def _check_groups(
+    ours: Sequence[Mapping[str, Any]] | None, theirs: Sequence[Mapping[str, Any]] | None, we: str, they: str
+) -> None:
+    if (ours is None) != (theirs is None) or len(ours or ()) != len(theirs or ()):
         raise StateMismatch(
-            f"the ranks were given different states: {key!r} of parameter {name!r} is {said}; nothing has been loaded"
+            f"different states were given: {they} has {len(theirs or ())} parameter groups and {we} has {len(ours or ())}; nothing has been loaded"
         )
-
-
-def _the_groups(every: Mapping[int, Sequence[Mapping[str, Any]] | None]) -> list[dict[str, Any]] | None:
-    """Those that the ranks were given, which are to be the same."""
-    first_rank, first = next(iter(every.items()))
-    for rank, groups in every.items():
-        if (groups is None) != (first is None) or len(groups or ()) != len(first or ()):
-            raise StateMismatch(
-                f"the ranks were given different states: rank {rank} has {len(groups or ())} parameter groups and rank {first_rank} has "
-                f"{len(first or ())}; nothing has been loaded"
-            )
-        for number, (ours, theirs) in enumerate(zip(first or (), groups or (), strict=True)):
-            for key in union([ours, theirs]):
-                if key not in ours or key not in theirs or unlike(ours[key], theirs[key]):
-                    raise StateMismatch(
-                        f"the ranks were given different states: {key!r} of group {number} differs between rank {first_rank} and rank {rank}; nothing "
-                        f"has been loaded"
-                    )
-    return None if first is None else [dict(group) for group in first]
+    for number, (one, other) in enumerate(zip(ours or (), theirs or (), strict=True)):
+        for key in union([one, other]):
+            if key not in one or key not in other or unlike(one[key], other[key]):
+                raise StateMismatch(
+                    f"different states were given: {key!r} of group {number} differs between {we} and {they}; nothing has been loaded"
+                )

@@ -12,21 +12,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from farstep.errors import StateMismatch
-from farstep.state.adapters import like
+from farstep.state.adapters import like, local_tensors
 from farstep.state.adapters.ranks import Group, own_rank, size_of
+from farstep.state.adapters.values import replicated
 from farstep.state.council import agree
 from farstep.state.known import NUMBERS, is_torchs
 from farstep.state.layout import Spread
+from farstep.state.optim_adopting import as_its_class_has_it, dtype_for, number_for
 from farstep.state.optim_entries import Number, copied, label, union
-from farstep.state.optim_given import Entry, Given, Owned, Whole, cleaned, given_to
-from farstep.state.optim_moving import Options, move
+from farstep.state.optim_given import Entry, Given, Owned, Whole, given_to
+from farstep.state.optim_moving import Options, moved
+from farstep.state.optim_names import Rename, Translation
 from farstep.state.optim_options import check_names, options_for, stepper_of
+from farstep.state.optim_pieces import KeyCheck, is_known, misfit_of_kind
 from farstep.state.optim_profile import Profile
 from farstep.state.optim_roster import Optimizers, Roster, Seated, SeatGroup, roster_of
 from farstep.state.optim_seats import Seat, retyped
 from farstep.state.shards import Shards
 
-__all__ = ["Loading", "Translation", "load"]
+__all__ = ["Loading", "load"]
 
 
 def load(
@@ -37,42 +41,45 @@ def load(
     strict: bool,
     broadcast_from_rank0: bool,
     options: Options,
+    rename: Rename = None,
+    error: Exception | None = None,
 ) -> None:
-    profile = Profile(options.profile)
+    """`error` is what keeps this rank from it: then all raise."""
     doing = "loading the optimizer's state"
-    error: Exception | None = None
+    error = error or options.mistake()
+    profile = Profile(options.profile if error is None else None)
     roster = Roster([], {}, set())
     with profile.phase("plan"):
-        try:
-            roster = roster_of(model, optim, options.group)
-        except Exception as exc:
-            error = exc
-        given = given_to(state, Translation(roster), broadcast_from_rank0, error, options.group, doing)
+        if error is None:
+            try:
+                roster = roster_of(model, optim, options.group)
+            except Exception as exc:
+                error = exc
+        names = Translation(roster, rename)
+        given = given_to(
+            state,
+            names,
+            broadcast_from_rank0,
+            error,
+            options.group,
+            doing,
+            is_known=names.is_known,
+            settings={"strict": strict, "budget_bytes": options.budget_bytes},
+        )
         loading = Loading(roster, given, options.group)
         try:
             loading.prepare(strict)
         except Exception as exc:
             error = exc
-    move(loading.sources, loading.targets, error, options, profile, doing)
+    error = moved(loading.sources, loading.targets, error, options, profile, doing, cast=loading.cast)
     with profile.phase("copy"):
-        try:
-            loading.finish()
-        except Exception as exc:
-            error = exc
+        if error is None:
+            try:
+                loading.finish()
+            except Exception as exc:
+                error = exc
         agree(error, options.group, doing)
         loading.commit()
-
-
-class Translation:
-    """A saved name -> the parameter's own here."""
-
-    def __init__(self, roster: Roster) -> None:
-        self._roster = roster
-
-    def __call__(self, name: str) -> str:
-        if name not in self._roster.known:
-            name = cleaned(name, self._roster.known.__contains__)
-        return self._roster.aliases.get(name, name)
 
 
 @dataclass
@@ -102,7 +109,8 @@ class Loading:
         self._rank, self._ranks = own_rank(group), size_of(group)
         self._slots = list(_slots(roster))
         self._options: list[dict[str, Any]] = []
-        self._casts: list[tuple[_Slot, str, torch.dtype]] = []
+        self.cast: set[str] = set()
+        """Targets that have another dtype than what is to come."""
         self._pieces: dict[tuple[str, str], dict[int, Tensor]] = {}
         """Of a parameter that has several keys: new memory for each."""
         self.sources: dict[str, Shards] = {}
@@ -114,23 +122,32 @@ class Loading:
     def prepare(self, strict: bool) -> None:
         saved = self._given.groups
         home = {name: n for n, group in enumerate(saved or ()) for name in group["params"]}
-        names = union([home, self._given.state])
+        present = {**home, **self._given.state}
         with_state = {name for name, state in self._given.state.items() if state}
-        if strict:
-            check_names(self._roster, names, with_state)
+        check_names(self._roster, present, with_state, strict)
         self._options = [
             options_for(number, group, saved or (), home, strict)
             for number, group in enumerate(self._roster.groups)
         ]
-        present = set(names)
+        checks = {
+            id(group): KeyCheck(stepper_of(group.optimizer), {**group.options, **options})
+            for group, options in zip(self._roster.groups, self._options, strict=True)
+        }
         for slot in self._slots:
             if all(seat.name not in present for seat, _ in slot.members):
                 slot.is_kept = True
             else:
-                self._fill(slot, strict)
+                self._fill(slot, checks[id(slot.group)], strict)
         for seat in self._roster.seats.values():
-            if not seat.keys:
-                for key, entry in self._given.state.get(seat.name, {}).items():
+            entries = self._given.state.get(seat.name)
+            if entries and not seat.keys:
+                # Its group is on the ranks that have something of it. Groups of one optimizer mostly have the same pieces.
+                check = next(iter(checks.values()), None)
+                if check is not None and not strict:
+                    entries = check.known(
+                        seat.name, torch.empty([1] * len(seat.shape), dtype=seat.spread.dtype), entries
+                    )
+                for key, entry in entries.items():
                     self._let_pass(seat, key, entry)
 
     def _let_pass(self, seat: Seat, key: str, entry: Entry) -> None:
@@ -142,15 +159,24 @@ class Loading:
             source = entry.spread
             if source.shape == seat.shape:
                 target = Shards(retyped(seat.spread, source.dtype), [])
+                steppers = [stepper_of(optimizer) for optimizer in self._roster.optimizers]
+                if any(dtype_for(each, seat.spread.dtype, source.dtype) != source.dtype for each in steppers):
+                    self.cast.add(label(seat.name, key))
             else:
                 target = self._everywhere(source, None)
             self._send(label(seat.name, key), source, target)
 
-    def _fill(self, slot: _Slot, strict: bool) -> None:
+    def _fill(self, slot: _Slot, check: KeyCheck, strict: bool) -> None:
         states = [self._given.state.get(seat.name) or {} for seat, _ in slot.members]
         keys = union(states)
         if not keys:
             return
+        name = slot.members[0][0].name
+        if strict:
+            check(name, slot.key, dict.fromkeys(keys))
+        else:
+            keys = list(check.known(name, slot.key, dict.fromkeys(keys)))
+            slot.is_kept = not keys  # of another class's state nothing is left
         without = [seat.name for (seat, _), state in zip(slot.members, states, strict=True) if not state]
         if without and strict:
             raise StateMismatch(
@@ -164,6 +190,9 @@ class Loading:
                     raise StateMismatch(
                         f"parameter {seat.name!r} has no state {key!r}, and others in its flat parameter have; nothing has been loaded"
                     )
+            for (seat, _), entry in zip(slot.members, entries, strict=True):
+                if entry is not None:
+                    _check_kind(slot, seat, key, entry)
             slot.state[key] = self._value(slot, key, entries)
 
     def _value(self, slot: _Slot, key: str, entries: Sequence[Entry | None]) -> Any:
@@ -186,7 +215,7 @@ class Loading:
                         f"the state {key!r} is {entry} for {seat.name!r} and {first} for others in its flat parameter, which has one for all; "
                         f"nothing has been loaded. use_orig_params=True keeps them apart"
                     )
-            return _number(slot, key, first)
+            return number_for(slot.key, slot.members[0][0], slot.group.options, slot.old.get(key), key, first)
         if isinstance(first, Owned):
             return self._owned(slot, key, [entry for entry in entries if isinstance(entry, Owned)])
         assert isinstance(first, Whole)
@@ -207,10 +236,8 @@ class Loading:
         old = slot.old.get(key)
         device = old.device if isinstance(old, Tensor) else None
         seat, number = slot.members[0]
-        made = seat.fresh(number, dtype, device)
-        wanted = _dtype_for(slot, dtype)
-        if wanted != dtype:
-            self._casts.append((slot, key, wanted))
+        wanted = dtype_for(stepper_of(slot.group.optimizer), slot.key.dtype, dtype)
+        made = seat.fresh(number, wanted, device)
         for (seat, number), entry in zip(slot.members, entries, strict=True):
             if isinstance(entry, Whole):
                 pieces = self._pieces.setdefault((seat.name, key), {})
@@ -218,6 +245,8 @@ class Loading:
                 if len(pieces) == len(seat.keys):
                     target = seat.shards([pieces[n] for n in range(len(pieces))], dtype)
                     self._send(label(seat.name, key), entry.spread, target)
+                    if wanted != dtype:
+                        self.cast.add(label(seat.name, key))
             elif isinstance(old, Tensor) and seat.is_like(number, old):
                 for view, before in zip(seat.views([made]), seat.views([old]), strict=True):
                     view.copy_(before)
@@ -232,8 +261,11 @@ class Loading:
         target = self._everywhere(entry.spread, device)
         self._send(label(seat.name, key), entry.spread, target)
         (made,) = target.tensors
-        found: Tensor = like(old, [made]) if old is not None and hasattr(old, "placements") else made
-        return found
+        if isinstance(old, Tensor) and hasattr(old, "placements"):
+            return like(old, [made])  # type: ignore[no-any-return]
+        if hasattr(slot.key, "placements") and is_torchs(stepper_of(slot.group.optimizer)):
+            return replicated(slot.key, made)
+        return made
 
     def _everywhere(self, source: Spread, device: torch.device | None) -> Shards:
         spread = Spread.whole(source.shape, source.dtype, range(self._ranks))
@@ -286,6 +318,15 @@ class Loading:
                 made = torch.empty(source.shape, dtype=source.dtype, device=slot.key.device)
                 here = [made]
             self._send(label(seat.name, key, rank), source, Shards(_returned(source, rank), here))
+        old = slot.old.get(key)
+        if isinstance(old, Tensor) and hasattr(old, "placements"):
+            (local,) = local_tensors(old)
+            if local.shape != made.shape:
+                raise StateMismatch(
+                    f"{label(seat.name, key)} has shape {tuple(made.shape)} for this rank, and the optimizer has {tuple(local.shape)}; nothing has been "
+                    f"loaded"
+                )
+            return like(old, [made], dtype=made.dtype)  # type: ignore[no-any-return]
         return made
 
     def _send(self, text: str, source: Spread, target: Shards) -> None:
@@ -296,8 +337,6 @@ class Loading:
 
     def finish(self) -> None:
         """What can fail when all tensors are there."""
-        for slot, key, dtype in self._casts:
-            slot.state[key] = slot.state[key].to(dtype)
         groups = iter(zip(self._roster.groups, self._options, strict=True))
         by_group: dict[int, list[_Slot]] = defaultdict(list)
         for slot in self._slots:
@@ -312,7 +351,7 @@ class Loading:
                     state[slot.key] = dict(slot.old) if slot.is_kept else slot.state
                 new = {key: copied(value) for key, value in options.items()}
                 param_groups.append({**group.options, **new, "params": [slot.key for slot in slots]})
-            self._ready.append((optimizer, *_as_its_class_has_it(optimizer, state, param_groups)))
+            self._ready.append((optimizer, *as_its_class_has_it(optimizer, state, param_groups)))
 
     def commit(self) -> None:
         """Nothing here fails."""
@@ -349,44 +388,24 @@ def _odd_of_torch() -> tuple[type[Optimizer], ...]:
     return tuple(getattr(torch.optim, name) for name in ("Adafactor", "LBFGS") if hasattr(torch.optim, name))
 
 
-def _dtype_for(slot: _Slot, saved: torch.dtype) -> torch.dtype:
-    """Torch's own classes keep such state in the parameter's dtype and fail with another. Of others that is not known."""
-    own = slot.key.dtype
-    is_number = saved.is_floating_point and own.is_floating_point
-    return own if is_number and is_torchs(stepper_of(slot.group.optimizer)) else saved
-
-
-def _number(slot: _Slot, key: str, entry: Number) -> Any:
-    """As the optimizer has it now: a number or a tensor of one, and where."""
-    old = slot.old.get(key)
-    if entry.dtype is None:
-        if isinstance(old, Tensor) and old.dim() == 0 and isinstance(entry.value, int | float):
-            return torch.tensor(entry.value, dtype=old.dtype, device=old.device)
-        return copied(entry.value)
-    if isinstance(old, int | float) and not isinstance(old, bool):
-        return type(old)(entry.value)
-    options = slot.group.options
-    on_cpu = key == "step" and not (options.get("capturable") or options.get("fused"))
-    device = old.device if isinstance(old, Tensor) else torch.device("cpu") if on_cpu else slot.key.device
-    made = torch.tensor(entry.value, dtype=entry.dtype, device=device)
-    seat, _ = slot.members[0]
-    is_part = hasattr(slot.key, "placements") and seat.shape == () and key not in NUMBERS
-    return like(slot.key, [made]) if is_part else made
-
-
-def _as_its_class_has_it(
-    optimizer: Optimizer, state: dict[Tensor, Any], groups: list[dict[str, Any]]
-) -> tuple[dict[Tensor, Any], list[dict[str, Any]]]:
-    """Passed through the class's own `__setstate__`, on another object: it knows how states of older versions become its own."""
-    stepper = stepper_of(optimizer)
-    if isinstance(getattr(type(stepper), "state", None), property):
-        return state, groups
-    twin = type(stepper).__new__(type(stepper))
-    twin.__dict__.update(stepper.__dict__)
-    try:
-        twin.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
-    except Exception as exc:
+def _check_kind(slot: _Slot, seat: Seat, key: str, entry: Entry) -> None:
+    """Of torch's own classes it is known which pieces are numbers, and that all others are tensors of the parameter's dtype or one like it."""
+    stepper = stepper_of(slot.group.optimizer)
+    if not is_known(stepper) or isinstance(entry, Owned):
+        return
+    if isinstance(entry, Number):
+        is_tensor = entry.dtype is not None
+        wrong = misfit_of_kind(stepper, key, torch.empty((), device="meta") if is_tensor else entry.value)
+        if wrong is None and is_tensor and key not in NUMBERS and seat.shape:
+            wrong = f"is a tensor of one number, {entry.value!r}"
+    else:
+        spread = entry.spread
+        wrong = misfit_of_kind(stepper, key, torch.empty(spread.shape, device="meta"))
+        numbers = spread.dtype.is_floating_point or spread.dtype.is_complex
+        if wrong is None and key not in NUMBERS and not numbers and slot.key.dtype.is_floating_point:
+            wrong = f"is {spread.dtype}"
+    if wrong:
         raise StateMismatch(
-            f"{type(stepper).__name__} does not take this state ({type(exc).__name__}: {exc}); nothing has been loaded"
-        ) from exc
-    return twin.state, twin.param_groups
+            f"the state {key!r} of parameter {seat.name!r} {wrong}, which {type(stepper).__name__} cannot use for a parameter of shape {seat.shape}; nothing has been "
+            f"loaded"
+        )

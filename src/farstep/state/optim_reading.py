@@ -12,7 +12,18 @@ from farstep.errors import FarstepError, StateError
 from farstep.state.adapters import local_tensors
 from farstep.state.adapters.ranks import size_of
 from farstep.state.layout import Spread
-from farstep.state.optim_entries import Entry, Number, Odd, RankOwned, Shaped, copied, label
+from farstep.state.optim_entries import (
+    Entry,
+    Nested,
+    Number,
+    Odd,
+    RankOwned,
+    Shaped,
+    copied,
+    label,
+    put_together,
+    taken_apart,
+)
 from farstep.state.optim_moving import Options, move
 from farstep.state.optim_profile import Profile
 from farstep.state.optim_roster import Optimizers, Roster, roster_of
@@ -27,13 +38,15 @@ __all__ = ["plain_of", "read", "read_roster"]
 def read(
     model: nn.Module, optim: Optimizers, *, full: bool, rank0_only: bool, cpu_offload: bool, options: Options
 ) -> dict[str, Any]:
-    profile = Profile(options.profile)
+    error = options.mistake()
+    profile = Profile(options.profile if error is None else None)
     with profile.phase("plan"):
-        roster, error = None, None
-        try:
-            roster = roster_of(model, optim, options.group)
-        except Exception as exc:
-            error = exc
+        roster = None
+        if error is None:
+            try:
+                roster = roster_of(model, optim, options.group)
+            except Exception as exc:
+                error = exc
     return read_roster(
         roster,
         error,
@@ -58,7 +71,8 @@ def read_roster(
 ) -> dict[str, Any]:
     """The same of parameters that are seated already, unless an error has kept this rank from that: then all raise, others a `kind`."""
     with profile.phase("plan"):
-        schema = schema_of(roster, error, options.group, kind=kind)
+        settings = {"full": full, "rank0_only": rank0_only, "budget_bytes": options.budget_bytes}
+        schema = schema_of(roster, error, options.group, settings=settings, kind=kind)
     assert roster is not None
     reading = _Reading(roster, schema, options, profile)
     if full:
@@ -86,45 +100,47 @@ class _Reading:
 
     def gathered(self, ranks: list[int], cpu_offload: bool) -> dict[str, dict[str, Any]] | None:
         """Whole plain tensors on these ranks, None on others."""
-        receives = self._rank in ranks
+        gathering = _Gathering(self._rank, ranks)
         state: dict[str, dict[str, Any]] = {}
-        sources: dict[str, Shards] = {}
-        targets: dict[str, Shards] = {}
-
-        room = Room(self._shaped_bytes() if receives else 0)
-        spreads: dict[tuple[tuple[int, ...], torch.dtype], Spread] = {}
-
-        def whole(
-            text: str, source: Shards, device: torch.device | None, shaped: bool = False
-        ) -> Tensor | None:
-            kind = source.shape, source.dtype
-            spread = spreads.get(kind)
-            if spread is None:
-                spread = spreads[kind] = Spread.whole(*kind, ranks)
-            sources[text] = source
-            if receives and shaped and device is not None:
-                targets[text] = Shards(spread, [room.take(source.shape, source.dtype, device)])
-            else:
-                targets[text] = Shards.empty(spread, self._rank, device)
-            return targets[text].tensors[0] if receives else None
-
+        error: Exception | None = None
         with self._profile.phase("plan"):
-            for seat, key, entry in self._entries():
-                mine = state.setdefault(seat.name, {})
-                device = torch.device("cpu") if cpu_offload else self._device(seat, key)
-                if isinstance(entry, Number):
-                    mine[key] = self._number(seat, key, entry)
-                elif isinstance(entry, Owned):
-                    parts = {
-                        rank: whole(label(seat.name, key, rank), self._odd(seat, key, odd, [rank]), device)
-                        for rank, odd in entry.tensors.items()
-                    }
-                    mine[key] = RankOwned(seat.spread, {r: t for r, t in parts.items() if t is not None})
-                else:
-                    source = self._shards(seat, key, entry)
-                    mine[key] = whole(label(seat.name, key), source, device, isinstance(entry, Shaped))
-        move(sources, targets, None, self._options, self._profile, "gathering the optimizer's state")
-        return state if receives else None
+            try:
+                gathering.make_room(self._shaped_bytes())
+                for seat, key, entry in self._entries():
+                    device = torch.device("cpu") if cpu_offload else self._device(seat, key)
+                    state.setdefault(seat.name, {})[key] = self._whole(gathering, seat, key, entry, device)
+            except Exception as exc:  # there may be no memory for it
+                error = exc
+        move(
+            gathering.sources,
+            gathering.targets,
+            error,
+            self._options,
+            self._profile,
+            "gathering the optimizer's state",
+        )
+        return state if gathering.receives else None
+
+    def _whole(
+        self, gathering: _Gathering, seat: Seat, key: str, entry: Entry | Owned, device: torch.device | None
+    ) -> Any:
+        if isinstance(entry, Number):
+            return self._number(seat, key, entry)
+        if isinstance(entry, Shaped):
+            return gathering.add(label(seat.name, key), self._shards(seat, key, entry), device, in_room=True)
+        if isinstance(entry, Odd):
+            return gathering.add(label(seat.name, key), self._shards(seat, key, entry), device)
+        if isinstance(entry, Nested):
+            parts = [
+                gathering.add(f"{label(seat.name, key)}, tensor {n}", source, device)
+                for n, source in enumerate(self._nested(seat, key, entry))
+            ]
+            return put_together(entry.frame, parts) if gathering.receives else None
+        owned = {
+            rank: gathering.add(label(seat.name, key, rank), self._odd(seat, key, odd, [rank]), device)
+            for rank, odd in entry.tensors.items()
+        }
+        return RankOwned(seat.spread, {rank: each for rank, each in owned.items() if each is not None})
 
     def here(self, cpu_offload: bool) -> dict[str, dict[str, Any]]:
         """As this rank has it: the optimizer's own tensors, or copies of them in main memory."""
@@ -136,6 +152,10 @@ class _Reading:
                 found = self._number(seat, key, entry)
             elif isinstance(entry, Owned):
                 found = RankOwned(seat.spread, {self._rank: plain_of(values[0])} if values else {})
+            elif isinstance(entry, Nested):
+                if not values:
+                    continue
+                found = put_together(entry.frame, [each.detach() for each in taken_apart(values[0])[1]])
             elif isinstance(entry, Shaped) and (values or not seat.keys):
                 found = seat.form(values, entry.dtype)
             else:
@@ -175,6 +195,17 @@ class _Reading:
         spread = Spread.whole(entry.shape, entry.dtype, ranks)
         return Shards(spread, [plain_of(value) for value in values[:1]])
 
+    def _nested(self, seat: Seat, key: str, entry: Nested) -> list[Shards]:
+        """Its tensors, which all ranks that have it have alike."""
+        ranks = self._schema.holders[seat.name, key]
+        here = taken_apart(self._values(seat, key)[0])[1] if self._rank in ranks else []
+        return [
+            Shards(
+                Spread.whole(odd.shape, odd.dtype, ranks), [plain_of(tensor) for tensor in here[n : n + 1]]
+            )
+            for n, odd in enumerate(entry.tensors)
+        ]
+
     def _device(self, seat: Seat, key: str) -> torch.device | None:
         """Where the optimizer keeps this state, and where it would."""
         values = self._values(seat, key)
@@ -193,6 +224,38 @@ class _Reading:
             return tensor
         self._profile.add("offload", sum(each.nbytes for each in local_tensors(tensor)))
         return tensor.cpu()
+
+
+class _Gathering:
+    """Tensors that go to some ranks whole."""
+
+    def __init__(self, rank: int, ranks: list[int]) -> None:
+        self._rank, self._ranks = rank, ranks
+        self.receives = rank in ranks
+        self.sources: dict[str, Shards] = {}
+        self.targets: dict[str, Shards] = {}
+        self._room: Room | None = None
+        self._spreads: dict[tuple[tuple[int, ...], torch.dtype], Spread] = {}
+
+    def make_room(self, nbytes: int) -> None:
+        """For all that will be added with `in_room`."""
+        if self.receives:
+            self._room = Room(nbytes)
+
+    def add(
+        self, text: str, source: Shards, device: torch.device | None, *, in_room: bool = False
+    ) -> Tensor | None:
+        """Memory for it on the ranks that get it; it is filled later."""
+        kind = source.shape, source.dtype
+        spread = self._spreads.get(kind)
+        if spread is None:
+            spread = self._spreads[kind] = Spread.whole(*kind, self._ranks)
+        self.sources[text] = source
+        if self._room is not None and in_room and device is not None:
+            self.targets[text] = Shards(spread, [self._room.take(source.shape, source.dtype, device)])
+        else:
+            self.targets[text] = Shards.empty(spread, self._rank, device)
+        return self.targets[text].tensors[0] if self.receives else None
 
 
 def plain_of(value: Any) -> Any:

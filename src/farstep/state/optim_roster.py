@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
@@ -16,7 +16,7 @@ from farstep.errors import StateError
 from farstep.state.adapters import ddp, like, local_tensors, plain, shards_of
 from farstep.state.adapters.modules import named_tensors, reshard
 from farstep.state.adapters.names import clean_name
-from farstep.state.adapters.ranks import Group
+from farstep.state.adapters.ranks import Group, own_rank
 from farstep.state.optim_seats import Seat
 from farstep.state.shards import Shards
 
@@ -77,6 +77,8 @@ class Roster:
         self.aliases = aliases
         self.known = known
         """All parameters of the model, stepped or not."""
+        self.seat_elsewhere: Callable[[str], Seat | None] = lambda name: None
+        """That of a parameter of which nothing is here, so that an optimizer may leave it out; None if something is, or it is unknown."""
 
     def state_of(self, seat: Seat, number: int) -> Mapping[str, Any]:
         """What the optimizer keeps under a key, which is not to be changed."""
@@ -93,6 +95,7 @@ def roster_of(model: nn.Module, optim: Optimizers, group: Group = None) -> Roste
     optimizers = _flat(optim)
     found = _Model(model, group)
     roster = Roster(optimizers, found.aliases, found.known)
+    roster.seat_elsewhere = found.seat_elsewhere
     for optimizer in optimizers:
         own = optimizer.optim_seats(group) if isinstance(optimizer, Seated) else {}
         for number, options in enumerate(optimizer.param_groups):
@@ -145,14 +148,19 @@ class _Model:
         self._flat: dict[int, Any] = {}
         self._local: dict[int, tuple[str, Any]] = {}
         self._whole: dict[str, Any] = {}
+        self._tensors: dict[str, Any] = {}
         self._replicas = ddp.replicas(model, group)
         if "torch.distributed.fsdp" in sys.modules:
             self._take_flat(model)
+        in_flat = set(
+            self.known
+        )  # between forward and backward, FSDP1 may show views of the whole under these names
         for raw, tensor in named_tensors(model, False, remove_duplicate=False):
             name = clean_name(model, raw)
-            if id(tensor) in self._flat:
+            if id(tensor) in self._flat or name in in_flat:
                 continue
             self.known.add(name)
+            self._tensors.setdefault(name, tensor)
             first = self.names.setdefault(id(tensor), name)
             if first != name:
                 self.aliases[name] = first
@@ -184,7 +192,8 @@ class _Model:
         if name is None:
             raise StateError(
                 f"parameter {position} of group {number} of {type(optimizer).__name__}, of shape {tuple(parameter.shape)}, is none of the "
-                f"model's: give the model that the optimizer steps, as it was when the optimizer was made"
+                f"model's: give the model that the optimizer steps. Wrapping a model (fully_shard, FullyShardedDataParallel, moving to another device) may put other "
+                f"parameters in their place, so make the optimizer after that"
             )
         holders = self._replicas.get(id(parameter))
         if holders is not None:
@@ -197,6 +206,18 @@ class _Model:
         """All local shards make one seat, which comes with the first."""
         name, whole = self._local[id(parameter)]
         return [self._pieces(name, whole)] if whole.local_shards()[0].tensor is parameter else []
+
+    def seat_elsewhere(self, name: str) -> Seat | None:
+        seat: Seat | None = None
+        for flat, own in self._flat.values():
+            if own == name:
+                seat = flat.seat(name)
+        tensor = self._tensors.get(name)
+        if tensor is not None and hasattr(tensor, "placements"):
+            seat = _of_dtensor(name, tensor, self.group)
+        if seat is None or own_rank(self.group) in seat.spread.ranks:
+            return None
+        return seat.left_out()
 
     def elsewhere(self) -> dict[str, Seat]:
         """ShardedTensors of which this rank has nothing: its optimizer does not know them, and others' do."""

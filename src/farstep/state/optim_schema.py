@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cached_property
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from farstep.errors import FarstepError, StateError
 from farstep.state.adapters.ranks import Group, size_of
-from farstep.state.council import everyones
+from farstep.state.council import Settings, agree, everyones
+from farstep.state.optim_describing import described
 from farstep.state.optim_entries import (
     Entry,
+    Nested,
     Number,
     Odd,
     Shaped,
     copied,
-    digest,
+    put_together,
     ranks_named,
+    taken_apart,
     union,
-    unlike,
 )
 from farstep.state.optim_roster import Roster
 from farstep.state.optim_seats import Seat
+from farstep.state.same import differing
 
 __all__ = ["Owned", "Schema", "options_of", "schema_of"]
 
 NOT_OPTIONS = ("params", "param_names")
+
+State = Mapping[str, Mapping[str, Entry]]
+"""What one rank has, by parameter and key."""
+Options = tuple[dict[str, Any], list[str]]
+"""Those of one group, and the names of its parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +49,13 @@ class Owned:
 
 @dataclass
 class Schema:
-    """`state[name][key]` is what all ranks have together, `holders[name][key]` the ranks that have an odd one; `groups` are the
+    """`state[name][key]` is what all ranks have together, `holders[name, key]` the ranks that have an odd one; `groups` are the
     options and names of each group.
     """
 
     state: dict[str, dict[str, Entry | Owned]]
     holders: dict[tuple[str, str], list[int]]
-    groups: list[tuple[dict[str, Any], list[str]]]
+    groups: list[Options]
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,70 +63,163 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def schema_of(
-    roster: Roster | None, error: Exception | None, group: Group, *, kind: type[FarstepError] = StateError
+    roster: Roster | None,
+    error: Exception | None,
+    group: Group,
+    *,
+    settings: Settings | None = None,
+    kind: type[FarstepError] = StateError,
 ) -> Schema:
     """Compare the ranks. Raises a `kind` where they have different states, with the names of parameter, state and ranks."""
     mine: dict[str, dict[str, Entry]] = {}
-    groups: list[tuple[dict[str, Any], list[str]]] = []
+    groups: list[Options] = []
     if roster is not None:
         try:
-            mine = {name: found for name, seat in roster.seats.items() if (found := _described(roster, seat))}
+            mine = described(roster, alone=size_of(group) == 1)
+            groups = [
+                ({key: copied(value) for key, value in options_of(each.options).items()}, each.names)
+                for each in roster.groups
+            ]
         except Exception as exc:
             error = exc
-        groups = [
-            ({key: copied(value) for key, value in options_of(each.options).items()}, each.names)
-            for each in roster.groups
-        ]
-    every = everyones((mine, groups), error, group, "reading the optimizer's state", kind=kind)
+    doing = "reading the optimizer's state"
+    every = everyones((mine, groups), error, group, doing, settings=settings, kind=kind)
     assert roster is not None
     if every is None:
-        everybody = list(range(size_of(group)))
-        held = {
-            (n, k): everybody
-            for n, state in mine.items()
-            for k, entry in state.items()
-            if isinstance(entry, Odd)
+        return _schema(roster, [mine] * size_of(group), groups)
+    schema: Schema | None = None
+    try:
+        _seat_elsewhere(roster, [each for _, each in every])
+        schema = _schema(
+            roster, [state for state, _ in every], _merged_groups([each for _, each in every], roster)
+        )
+    except Exception as exc:
+        error = exc
+    agree(error, group, doing, kind=kind)
+    assert schema is not None
+    return schema
+
+
+def _schema(roster: Roster, states: Sequence[State], groups: list[Options]) -> Schema:
+    comparison = _Comparison(roster, states)
+    return Schema(comparison.merged(), comparison.holders, groups)
+
+
+def _seat_elsewhere(roster: Roster, every: Sequence[Sequence[Options]]) -> None:
+    """An optimizer may leave out parameters of which its rank has nothing."""
+    for name in union(names for groups in every for _, names in groups):
+        if name not in roster.seats:
+            seat = roster.seat_elsewhere(name)
+            if seat is not None:
+                roster.seats[name] = seat
+
+
+class _Comparison:
+    """The states of all ranks, by rank."""
+
+    def __init__(self, roster: Roster, states: Sequence[State]) -> None:
+        self._roster, self._states = roster, states
+        self.holders: dict[tuple[str, str], list[int]] = {}
+
+    def merged(self) -> dict[str, dict[str, Entry | Owned]]:
+        first = self._states[0]
+        if all(state is first for state in self._states):
+            return {
+                name: {
+                    key: entry if _is_plain(entry) else self._one(name, key) for key, entry in state.items()
+                }
+                for name, state in first.items()
+            }
+        return {
+            name: {key: self._one(name, key) for key in union(state.get(name, ()) for state in self._states)}
+            for name in union(self._states)
         }
-        return Schema({name: dict(state) for name, state in mine.items()}, held, groups)
-    groups = _merged_groups([each for _, each in every], roster)
-    merged: dict[str, dict[str, Entry | Owned]] = {}
-    held = {}
-    states = [state for state, _ in every]
-    for name in union(states):
-        merged[name] = {}
-        for key in union(state.get(name, ()) for state in states):
-            said = _of_holders([state.get(name, {}).get(key) for state in states], roster.seats[name])
-            merged[name][key] = _merged(name, key, said, roster.seats[name])
-            held[name, key] = [rank for rank, entry in enumerate(said) if isinstance(entry, Odd)]
-    return Schema(merged, held, groups)
+
+    def _one(self, name: str, key: str) -> Entry | Owned:
+        seat = self._roster.seats[name]
+        said = _of_holders([state.get(name, {}).get(key) for state in self._states], seat)
+        if any(isinstance(entry, Odd) for entry in said) and any(isinstance(entry, Shaped) for entry in said):
+            said = [_odd(entry, seat, rank) for rank, entry in enumerate(said)]
+        by_entry: dict[Entry | None, list[int]] = {}
+        holders = set(seat.spread.ranks.tolist())
+        for rank, entry in enumerate(said):
+            if entry is not None or rank in holders:
+                by_entry.setdefault(entry, []).append(rank)
+        entries = list(by_entry)
+        self.holders[name, key] = [r for r, entry in enumerate(said) if isinstance(entry, Odd | Nested)]
+        if all(isinstance(entry, Shaped) for entry in entries):
+            return self._shaped(seat, key, by_entry)
+        if len(entries) == 1 and isinstance(entries[0], Number):
+            return entries[0]
+        if (
+            len(entries) == 1
+            and isinstance(entries[0], Odd | Nested)
+            and self._is_common(seat, key, entries[0])
+        ):
+            return entries[0]
+        if all(isinstance(entry, Odd) for entry in entries):
+            return Owned({rank: entry for rank, entry in enumerate(said) if isinstance(entry, Odd)})
+        if all(isinstance(entry, Nested) for entry in entries):
+            raise StateError(
+                f"{key!r} of parameter {seat.name!r} has tensors in a list or dict, and they belong to the part of the parameter that each rank has: "
+                f"{_words(by_entry)}. Such a state is read where all ranks have the same, under DDP for example"
+            )
+        raise StateError(
+            f"the ranks have different states: {key!r} of parameter {name!r} is {_words(by_entry)}. All ranks step together, or none does"
+        )
+
+    def _shaped(self, seat: Seat, key: str, by_entry: Mapping[Any, list[int]]) -> Shaped:
+        dtypes: dict[torch.dtype, list[int]] = {}
+        for entry, ranks in by_entry.items():
+            dtypes.setdefault(entry.dtype, []).extend(ranks)
+        if len(dtypes) > 1:
+            raise StateError(
+                f"the ranks have different states: {key!r} of parameter {seat.name!r} is {_words(dtypes)}. All ranks step together, or none does"
+            )
+        (entry, ranks), *others = by_entry.items()
+        if entry.elements and not others and self._part_count(seat, ranks) > 1:
+            raise StateError(
+                f"{key!r} of parameter {seat.name!r} is the same on all ranks and as long as the part that each has of the parameter, so that "
+                f"nobody can tell whether it is shaped like the parameter or is a table. Read it on another number of ranks, or keep tables "
+                f"apart from the optimizer's state"
+            )
+        return Shaped(entry.dtype)
+
+    def _is_common(self, seat: Seat, key: str, entry: Odd | Nested) -> bool:
+        """Whether what all have the same is one value. On one rank alone it may be that of its part, unless other parameters have it too."""
+        if any(each.is_part for each in ([entry] if isinstance(entry, Odd) else entry.tensors)):
+            return False
+        if not seat.is_line or self._part_count(seat, self.holders[seat.name, key]) > 1:
+            return True
+        return len(self._names_of[key, entry]) > 1
+
+    @cached_property
+    def _names_of(self) -> dict[tuple[str, Entry], set[str]]:
+        """The parameters that have the same under the same key, on any rank."""
+        found: dict[tuple[str, Entry], set[str]] = defaultdict(set)
+        for state in self._states:
+            for name, entries in state.items():
+                for key, entry in entries.items():
+                    if isinstance(entry, Odd | Nested):
+                        found[key, entry].add(name)
+        return found
+
+    def _part_count(self, seat: Seat, ranks: Sequence[int]) -> int:
+        """How many different parts of the parameter these ranks have. What lies in a flat parameter is not told apart."""
+        if seat.is_flat:
+            return len(ranks)
+        return len({tuple(seat.spread.boxes(rank)) for rank in ranks})
 
 
-def _described(roster: Roster, seat: Seat) -> dict[str, Entry]:
-    found: dict[str, Entry] = {}
-    for number in range(len(seat.keys)):
-        state = roster.state_of(seat, number)
-        for key, value in state.items():
-            entry = _entry(seat, number, value)
-            known = found.setdefault(key, entry)
-            if known is not entry and known != entry:
-                raise StateError(
-                    f"the state {key!r} of parameter {seat.name!r} is {found[key]} for one of its local shards and {entry} for another"
-                )
-    return found
+def _is_plain(entry: Entry) -> bool:
+    """Whether it is what it is, if all ranks say the same."""
+    return isinstance(entry, Number) or (isinstance(entry, Shaped) and not entry.elements)
 
 
-_shaped = cache(Shaped)  # one for each dtype: what is the same object is sent once
-
-
-def _entry(seat: Seat, number: int, value: Any) -> Entry:
-    if not isinstance(value, Tensor):
-        return Number(value)
-    if seat.is_like(number, value):
-        return _shaped(value.dtype)
-    if value.numel() == 1 and value.dim() == 0:
-        return Number.of(value)
-    local = value.to_local() if hasattr(value, "to_local") else value
-    return Odd(tuple(local.shape), local.dtype, digest(local))
+def _words(by_entry: Mapping[Any, Sequence[int]]) -> str:
+    return "; ".join(
+        f"{'absent' if entry is None else entry} on {ranks_named(ranks)}" for entry, ranks in by_entry.items()
+    )
 
 
 def _of_holders(said: Sequence[Entry | None], seat: Seat) -> Sequence[Entry | None]:
@@ -132,38 +234,15 @@ def _of_holders(said: Sequence[Entry | None], seat: Seat) -> Sequence[Entry | No
     return heard if any(entry is not None for entry in heard) else said
 
 
-def _merged(name: str, key: str, said: Sequence[Entry | None], seat: Seat) -> Entry | Owned:
-    holders = set(seat.spread.ranks.tolist())
-    by_entry: dict[Entry | None, list[int]] = {}
-    for rank, entry in enumerate(said):
-        if entry is not None or rank in holders:
-            by_entry.setdefault(entry, []).append(rank)
-    entries = list(by_entry)
-    if any(isinstance(e, Odd) for e in entries) and any(isinstance(e, Shaped) for e in entries):
-        return _merged(name, key, [_odd(entry, seat, rank) for rank, entry in enumerate(said)], seat)
-    if len(entries) == 1 and entries[0] is not None:
-        return entries[0]
-    if all(isinstance(entry, Odd) for entry in entries):
-        return Owned({rank: entry for rank, entry in enumerate(said) if isinstance(entry, Odd)})
-    words = "; ".join(
-        f"{'absent' if entry is None else entry} on {ranks_named(ranks)}" for entry, ranks in by_entry.items()
-    )
-    raise StateError(
-        f"the ranks have different states: {key!r} of parameter {name!r} is {words}. All ranks step together, or none does"
-    )
-
-
 def _odd(entry: Entry | None, seat: Seat, rank: int) -> Entry | None:
     """A state that is odd elsewhere, and on this rank only happens to be as long as what it has of the parameter."""
     if not isinstance(entry, Shaped):
         return entry
     here = seat.spread.sizes[seat.spread.ranks == rank]
-    return Odd((int(here.prod(axis=1).sum()),), entry.dtype, "")
+    return Odd((int(here.prod(axis=1).sum()),), entry.dtype, entry.elements)
 
 
-def _merged_groups(
-    every: Sequence[Sequence[tuple[dict[str, Any], list[str]]]], roster: Roster
-) -> list[tuple[dict[str, Any], list[str]]]:
+def _merged_groups(every: Sequence[Sequence[Options]], roster: Roster) -> list[Options]:
     counts = {len(groups) for groups in every}
     if len(counts) > 1:
         words = ", ".join(f"{len(groups)} on rank {rank}" for rank, groups in enumerate(every))
@@ -172,12 +251,11 @@ def _merged_groups(
     for number, parts in enumerate(zip(*every, strict=True)):
         options = parts[0][0]
         for rank, (theirs, _) in enumerate(parts):
-            for key in union([options, theirs]):
-                if key not in options or key not in theirs or unlike(options[key], theirs[key]):
-                    raise StateError(
-                        f"the ranks have different options: {key!r} of group {number} is {options.get(key, 'absent')} on rank 0 and "
-                        f"{theirs.get(key, 'absent')} on rank {rank}"
-                    )
+            for key in differing(options, theirs):
+                raise StateError(
+                    f"the ranks have different options: {key!r} of group {number} is {_exactly(options.get(key, 'absent'))} on rank 0 "
+                    f"and {_exactly(theirs.get(key, 'absent'))} on rank {rank}"
+                )
         names = union(names for _, names in parts)
         for rank, (_, listed) in enumerate(parts):
             for name in set(names) - set(listed):  # one that has no shard of it need not know it
@@ -189,3 +267,10 @@ def _merged_groups(
                     )
         merged.append((options, names))
     return merged
+
+
+def _exactly(value: Any) -> str:
+    """With all digits, which tensors do not print."""
+    frame, tensors = taken_apart(value)
+    text = repr(put_together(frame, [each.tolist() for each in tensors]))
+    return text if len(text) < 200 else f"{text[:200]}..."

@@ -46,6 +46,7 @@ class Seat:
         requires_grad: bool,
         is_flat: bool = False,
         is_dtensor: bool = False,
+        is_line: bool = False,
         form: Callable[[Sequence[Tensor], torch.dtype], Any] | None = None,
         fresh: Callable[[int, torch.dtype, torch.device], Tensor] | None = None,
     ) -> None:
@@ -57,9 +58,16 @@ class Seat:
         self.requires_grad = requires_grad
         self.is_flat = is_flat
         """Whether others lie in the same tensor."""
+        self.is_line = is_line
+        """Whether the optimizer has some of its elements end to end, and not in the parameter's shape."""
         self._is_dtensor = is_dtensor
         """Whether the optimizer's state is DTensors."""
         self._form, self._fresh = form, fresh
+
+    def left_out(self) -> Seat:
+        """The same where the optimizer steps nothing of it."""
+        self.keys, self.local_shapes, self._form = [], [], None
+        return self
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -74,6 +82,10 @@ class Seat:
         if self._is_dtensor:
             return type(value) is type(self.keys[number].data) and tuple(value.shape) == self.shape
         return value.dim() > 0 and tuple(value.shape) == self.local_shapes[number]
+
+    def is_cut(self, number: int) -> bool:
+        """Whether what is under this key has another shape than the parameter, so that what is shaped like it may be so by chance."""
+        return not self._is_dtensor and self.local_shapes[number] != self.shape
 
     def shards(self, values: Sequence[Tensor], dtype: torch.dtype) -> Shards:
         """A state that is shaped like the parameter, from one tensor for each key."""

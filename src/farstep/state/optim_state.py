@@ -15,6 +15,7 @@ from farstep.state.adapters.ranks import Group
 from farstep.state.exchange import BUDGET_BYTES, Progress
 from farstep.state.optim_loading import load
 from farstep.state.optim_moving import Options
+from farstep.state.optim_names import Rename
 from farstep.state.optim_reading import read
 from farstep.state.optim_roster import Optimizers
 
@@ -47,6 +48,10 @@ def optim_state_dict(
     `progress(bytes_done, bytes_total)` is called as tensors arrive. `profile`, a dict, is filled with `{"plan": {"time_s": ..., "bytes": ...}, "gather":
     ..., "copy": ..., "offload": ...}`. Raises StateError where ranks have different states, before anything moves.
     """
+    if rank0_only and not full:
+        raise ValueError(
+            "rank0_only is for a whole state: say full=True too. Without it each rank has its own part"
+        )
     options = Options(group, budget_bytes, progress, profile)
     return read(model, optim, full=full, rank0_only=rank0_only, cpu_offload=cpu_offload, options=options)
 
@@ -59,6 +64,7 @@ def load_optim_state_dict(
     *,
     strict: bool = True,
     broadcast_from_rank0: bool = False,
+    rename: Rename = None,
     group: Group = None,
     budget_bytes: int = BUDGET_BYTES,
     progress: Progress | None = None,
@@ -66,13 +72,22 @@ def load_optim_state_dict(
 ) -> None:
     """Load what `optim_state_dict` gave, under this or any other parallelism, number of ranks, wrapping or grouping. All ranks call it.
 
-    Each rank gives what it has: a full state, its own part, or a list of the parts that several ranks saved; together they have everything.
-    With `broadcast_from_rank0` only the first rank gives one, and others hold no more of it than their own shards and `budget_bytes`.
+    Each rank gives what it has: a full state, its own part, a list of the parts that several ranks saved, or nothing (`[]`); together they have
+    everything. Also torch's forms by name, flattened or not, and the state of an optimizer that was made of `named_parameters()`. With `broadcast_from_rank0` only the first rank gives one, and others hold no more of it than their own shards and `budget_bytes`.
 
     `strict`: the names are those of the optimizer's parameters, but for frozen ones; else those that are missing keep their state and
-    unknown ones are left out. A parameter that is named in the saved groups and has no state there has none afterwards.
+    unknown ones are left out, and so are pieces of state and options that the optimizer's class does not have. `rename`, a dict or a function, says which names
+    parameters have here that were saved under others. A parameter that is named in the saved groups and has no state there has none afterwards.
 
     StateMismatch and StateError name the parameter, the state and the ranks; then nothing has been changed on any rank.
     """
     options = Options(group, budget_bytes, progress, profile)
-    load(model, optim, state, strict=strict, broadcast_from_rank0=broadcast_from_rank0, options=options)
+    load(
+        model,
+        optim,
+        state,
+        strict=strict,
+        broadcast_from_rank0=broadcast_from_rank0,
+        options=options,
+        rename=rename,
+    )

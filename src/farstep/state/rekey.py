@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -13,6 +12,9 @@ from torch.optim import Optimizer
 
 from farstep.errors import StateMismatch
 from farstep.state.adapters.names import clean_name
+from farstep.state.optim_entries import copied
+from farstep.state.optim_schema import options_of
+from farstep.state.same import differing, same
 
 __all__ = ["OptimInput", "parameter_groups", "to_names", "to_numbers"]
 
@@ -55,7 +57,9 @@ def to_names(
             f"the state has the parameter numbers {_listed(strange)}, and the optimizer has {len(order)} parameters: give the optimizer or the "
             f"optim_input that the state is from"
         )
-    found: dict[str, Any] = {"state": {order[n]: state for n, state in state_dict["state"].items()}}
+    found: dict[str, Any] = {"state": {}}
+    for n, state in state_dict["state"].items():
+        _put(found["state"], order[n], state, f"parameter {n}", order[n])
     if "param_groups" in state_dict:
         found["param_groups"] = [
             {**_options(group), "params": [order[n] for n in group["params"]]}
@@ -92,9 +96,9 @@ def to_numbers(
             f"the state has {_listed(unknown)}, which the optimizer does not step: give the model and optimizer that are to load it, or "
             f"leave these out of the state"
         )
-    found: dict[str, Any] = {
-        "state": {numbers[own.get(name, name)]: state for name, state in state_dict["state"].items()}
-    }
+    found: dict[str, Any] = {"state": {}}
+    for name, state in state_dict["state"].items():
+        _put(found["state"], numbers[own.get(name, name)], state, repr(name), own.get(name, name))
     if saved_groups is None:
         return found
     if not regroup:
@@ -123,6 +127,7 @@ class _Names:
         self.aliases: dict[str, str] = {}
         self._names: dict[int, str] = {}
         self._flat: dict[int, list[str]] = {}
+        owners: dict[str, int] = {}
         if "torch.distributed.fsdp" in sys.modules:
             from farstep.state.adapters.fsdp1 import flat_parameters
 
@@ -134,6 +139,10 @@ class _Names:
             if id(parameter) in self._flat:
                 continue
             name = clean_name(model, raw)
+            if owners.setdefault(name, id(parameter)) != id(parameter):
+                raise StateMismatch(
+                    f"two parameters of the model have the name {name!r} when what wrappers put into names is left out: rename one of the modules"
+                )
             first = self._names.setdefault(id(parameter), name)
             if first != name:
                 self.aliases[name] = first
@@ -155,6 +164,15 @@ class _Names:
         )
 
 
+def _put(states: dict[Any, Any], key: Any, state: Any, given: str, name: str) -> None:
+    """Two that are one parameter here have the same state, or one would be lost."""
+    if key in states and not same(states[key], state):
+        raise StateMismatch(
+            f"{given} is parameter {name!r}, and the state has another for that already, which is not the same"
+        )
+    states.setdefault(key, state)
+
+
 def _options_of(
     place: int, names: Sequence[str], saved: Sequence[Mapping[str, Any]], home: Mapping[str, int]
 ) -> dict[str, Any]:
@@ -171,11 +189,7 @@ def _options_of(
     options = _options(saved[first])
     for number, other in others:
         theirs = _options(saved[number])
-        unlike = [
-            key
-            for key in {**options, **theirs}
-            if key not in options or key not in theirs or not _equal(options[key], theirs[key])
-        ]
+        unlike = differing(options, theirs)
         if unlike:
             raise StateMismatch(
                 f"group {place} of the optimizer has {one!r} and {other!r}, which were saved in groups with different {', '.join(unlike)}"
@@ -184,13 +198,7 @@ def _options_of(
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return torch.equal(a, b)
-    return bool(a == b)
+    return {key: copied(value) for key, value in options_of(group).items()}
 
 
 def _listed(values: Sequence[Any]) -> str:

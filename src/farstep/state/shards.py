@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -13,10 +13,23 @@ from farstep.state.box import Box
 from farstep.state.layout import Spread
 from farstep.state.memory import repeats
 
-__all__ = ["Shards", "check_tensors"]
+__all__ = ["Part", "Shards", "check_tensors"]
 
 _AT_ONCE = 4096
 """So many sizes are made Python's at a time, which need more memory then."""
+
+
+class Part(NamedTuple):
+    """Boxes of a tensor of this shape, and a tensor for each: what one holder has, whoever the others are.
+
+    `is_whole`: it is a plain tensor, of which no other has another part.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: list[Box]
+    tensors: list[Tensor]
+    is_whole: bool = False
 
 
 class Shards:

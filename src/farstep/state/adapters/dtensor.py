@@ -25,10 +25,10 @@ from farstep.errors import LayoutError
 from farstep.state.adapters.ranks import Group, numbers_within, own_rank, ranks_within
 from farstep.state.box import Box
 from farstep.state.layout import Spread
-from farstep.state.shards import Shards
+from farstep.state.shards import Part, Shards
 from farstep.state.sweep import Ints
 
-__all__ = ["like", "local_tensors", "shards"]
+__all__ = ["everywhere", "like", "local_tensors", "part", "shards"]
 
 # One cut of a tensor dimension: the mesh dimension that cuts it, and into how many parts it is cut beforehand (1 but for _StridedShard).
 Cut = tuple[int, int]
@@ -65,6 +65,19 @@ def shards(value: DTensor, group: Group, name: str) -> Shards:
     return Shards(spread, _views(local_tensors(value)[0], spread.boxes(own_rank(group)), value, name))
 
 
+def part(value: DTensor, name: str) -> Part:
+    """The mesh knows at which of its coordinates it was made, and keeps that when it is pickled."""
+    shape, mesh_shape = tuple(value.shape), _mesh_shape(value)
+    at = value.device_mesh.get_coordinate()
+    boxes: list[Box] = []
+    if at is not None:
+        coordinates, offsets, sizes = _boxes(mesh_shape, _cuts(value, name), shape)
+        number = np.ravel_multi_index(tuple(at), mesh_shape) if mesh_shape else 0
+        (rows,) = np.nonzero(coordinates == number)
+        boxes = [Box(tuple(offsets[row].tolist()), tuple(sizes[row].tolist())) for row in rows]
+    return Part(shape, value.dtype, boxes, _views(local_tensors(value)[0], boxes, value, name))
+
+
 def local_tensors(value: DTensor) -> list[Tensor]:
     """The one local tensor. A rank outside the mesh has one without elements."""
     with torch.no_grad():
@@ -90,12 +103,24 @@ def like(value: DTensor, tensors: Sequence[Tensor], dtype: torch.dtype) -> DTens
     return made
 
 
+def everywhere(value: DTensor, tensor: Tensor) -> DTensor:
+    """A tensor of another shape, whole on each rank of the mesh of `value`."""
+    mesh = value.device_mesh
+    return DTensor.from_local(tensor.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
 def _mesh_of(value: DTensor) -> _Mesh:
     mesh = value.device_mesh
     known = _MESHES.get(mesh)
     if known is None:
         known = _MESHES[mesh] = _look_at(mesh)
     return known
+
+
+def _mesh_shape(value: DTensor) -> tuple[int, ...]:
+    """All that can be asked of a mesh from another job."""
+    known = _MESHES.get(value.device_mesh)
+    return tuple(value.device_mesh.shape) if known is None else known.shape
 
 
 def _look_at(mesh: DeviceMesh) -> _Mesh:
@@ -129,7 +154,7 @@ def _root(mesh: DeviceMesh) -> DeviceMesh:
 
 def _cuts(value: DTensor, name: str) -> Cuts:
     """Which mesh dimensions cut each dimension of the tensor, in which order."""
-    mesh_shape = _mesh_of(value).shape
+    mesh_shape = _mesh_shape(value)
     cuts: list[list[Cut]] = [[] for _ in value.shape]
     is_strided = False
     for mesh_dim, placement in enumerate(value.placements):
@@ -257,7 +282,7 @@ def _views(local: Tensor, boxes: Sequence[Box], value: DTensor, name: str) -> li
     if not fits:
         raise LayoutError(
             f"the local tensor of {name!r} has the shape {tuple(local.shape)}, and {value.placements} of {tuple(value.shape)} on a mesh of "
-            f"{_mesh_of(value).shape} give this rank {expected or 'no elements'}: make it with distribute_tensor, or give "
+            f"{_mesh_shape(value)} give this rank {expected or 'no elements'}: make it with distribute_tensor, or give "
             f"DTensor.from_local the shape and stride of the whole"
         )
     if len(boxes) <= 1:

@@ -118,6 +118,7 @@ class FlatParameter:
             [shape],
             functools.partial(self._piece_views, name),
             requires_grad=original.requires_grad,
+            is_line=self.layout.shard_count > 1,
             fresh=lambda _, dtype, device: (
                 torch.empty(shape, dtype=dtype, device=device)
                 if self.layout.shard_count > 1

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from farstep.errors import LayoutError
 from farstep.state.adapters.ranks import Group, own_rank, size_of
+from farstep.state.box import Box
 from farstep.state.layout import Spread
-from farstep.state.shards import Shards
+from farstep.state.shards import Part, Shards
 
-__all__ = ["like", "local_tensors", "on_rank", "replicated", "shards"]
+__all__ = ["check_readable", "like", "local_tensors", "on_rank", "part", "replicated", "shards"]
 
 
 def shards(value: Tensor, group: Group, name: str) -> Shards:
@@ -25,10 +26,8 @@ def replicated(value: Tensor, ranks: Sequence[int], group: Group = None, name: s
     _check(value, name)
     spread = Spread.whole(value.shape, value.dtype, ranks)
     here = own_rank(group) in ranks
-    if here and value.is_meta:
-        raise LayoutError(
-            f"{name!r} is on the meta device, so it has no elements: give a tensor that has memory"
-        )
+    if here:
+        check_readable(value, name)
     return Shards(spread, [value.detach()] if here else [])
 
 
@@ -39,6 +38,10 @@ def on_rank(value: Tensor, rank: int = 0, group: Group = None, name: str = "the 
     return replicated(value, [rank], group, name)
 
 
+def part(value: Tensor, name: str) -> Part:
+    return Part(tuple(value.shape), value.dtype, [Box.whole(value.shape)], [value.detach()], is_whole=True)
+
+
 def local_tensors(value: Tensor) -> list[Tensor]:
     return [value.detach()]
 
@@ -46,6 +49,15 @@ def local_tensors(value: Tensor) -> list[Tensor]:
 def like(value: Tensor, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     (tensor,) = tensors
     return tensor
+
+
+def check_readable(value: Tensor, name: str) -> None:
+    """Raise LayoutError unless it has elements."""
+    _check(value, name)
+    if value.is_meta:
+        raise LayoutError(
+            f"{name!r} is on the meta device, so it has no elements: give a tensor that has memory"
+        )
 
 
 def _check(value: Tensor, name: str) -> None:

@@ -15,10 +15,11 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 
 from farstep.errors import LayoutError
 from farstep.state.adapters.ranks import Group, own_rank, ranks_within
+from farstep.state.box import Box
 from farstep.state.layout import Spread
-from farstep.state.shards import Shards
+from farstep.state.shards import Part, Shards
 
-__all__ = ["like", "local_tensors", "shards"]
+__all__ = ["like", "local_tensors", "part", "shards"]
 
 
 def shards(value: ShardedTensor, group: Group, name: str) -> Shards:
@@ -45,6 +46,14 @@ def shards(value: ShardedTensor, group: Group, name: str) -> Shards:
             )
         tensors.append(tensor)
     return Shards(spread, tensors)
+
+
+def part(value: ShardedTensor, name: str) -> Part:
+    metadata = value.metadata()
+    held = [each for each in value.local_shards() if 0 not in each.metadata.shard_sizes]
+    boxes = [Box(tuple(each.metadata.shard_offsets), tuple(each.metadata.shard_sizes)) for each in held]
+    tensors = [each.tensor.detach() for each in held]
+    return Part(tuple(metadata.size), metadata.tensor_properties.dtype, boxes, tensors)
 
 
 def local_tensors(value: ShardedTensor) -> list[Tensor]:

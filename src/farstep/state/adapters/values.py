@@ -14,15 +14,17 @@ from farstep.errors import LayoutError
 from farstep.state.adapters import plain
 from farstep.state.adapters.ranks import Group, own_rank
 from farstep.state.layout import Layout, Spread
-from farstep.state.shards import Shards
+from farstep.state.shards import Part, Shards
 
-__all__ = ["kind_of", "layout_of", "like", "local_tensors", "shards_of"]
+__all__ = ["kind_of", "layout_of", "like", "local_tensors", "part_of", "replicated", "shards_of"]
 
 
 class _Adapter(Protocol):
     """What each adapter of a tensor type offers, at its module's top level."""
 
     def shards(self, value: Any, group: Group, name: str) -> Shards: ...
+
+    def part(self, value: Any, name: str) -> Part: ...
 
     def local_tensors(self, value: Any) -> list[Tensor]: ...
 
@@ -45,6 +47,22 @@ def shards_of(value: Tensor | Shards, group: Group = None, *, name: str = "the t
         value.check(name, own_rank(group))
         return value
     return _adapter(value, name).shards(value, group, name)
+
+
+def part_of(value: Tensor | Shards, *, rank: int, name: str = "the tensor") -> Part:
+    """What is here of a tensor that may come from another job, of whose ranks there may be none now.
+
+    A DTensor and a ShardedTensor know their own place in the whole; Shards are those of the `rank` that is given, which had them.
+    Raises LayoutError for what has no elements that could be read.
+    """
+    if isinstance(value, Shards):
+        value.check(name, rank)
+        found = Part(value.shape, value.dtype, value.spread.boxes(rank), value.tensors)
+    else:
+        found = _adapter(value, name).part(value, name)
+    for tensor in found.tensors:
+        plain.check_readable(tensor, name)
+    return found
 
 
 def layout_of(
@@ -83,6 +101,13 @@ def like(value: Tensor | Shards, tensors: Sequence[Tensor], *, dtype: torch.dtyp
         return _adapter(value, "the tensor").like(value, tensors, dtype)
     old = value.spread
     return Shards(Spread(old.shape, dtype, old.ranks, old.offsets, old.sizes), tensors)
+
+
+def replicated(value: Tensor, tensor: Tensor) -> Tensor:
+    """A tensor, whole on each rank, for which `value` has a place: a DTensor on its mesh if it is one."""
+    found = _adapter(value, "the tensor")
+    make = getattr(found, "everywhere", None)
+    return tensor if make is None else cast(Tensor, make(value, tensor))
 
 
 def kind_of(value: object) -> str | None:
