@@ -169,8 +169,10 @@ class _Reading:
 
     def _values(self, seat: Seat, key: str) -> list[Tensor]:
         """One for each of the seat's keys; none where this rank has no state of it."""
-        states = [self._roster.state_of(seat, number) for number in range(len(seat.keys))]
-        return [state[key] for state in states if key in state]
+        if not seat.keys:
+            return []
+        kept = self._roster.homes[seat.name].optimizer.state
+        return [kept[each][key] for each in seat.keys if each in kept and key in kept[each]]
 
     def _number(self, seat: Seat, key: str, entry: Number) -> Any:
         values = self._values(seat, key)
@@ -227,6 +229,7 @@ class _Gathering:
         self.sources: dict[str, Shards] = {}
         self.targets: dict[str, Shards] = {}
         self._room: Room | None = None
+        self._spreads: dict[tuple[tuple[int, ...], torch.dtype], Spread] = {}
 
     def make_room(self, nbytes: int) -> None:
         """For all that will be added with `in_room`."""
@@ -237,7 +240,10 @@ class _Gathering:
         self, text: str, source: Shards, device: torch.device | None, *, in_room: bool = False
     ) -> Tensor | None:
         """Memory for it on the ranks that get it; it is filled later."""
-        spread = Spread.whole(source.shape, source.dtype, self._ranks)
+        spread = self._spreads.get((source.shape, source.dtype))
+        if spread is None:
+            spread = Spread.whole(source.shape, source.dtype, self._ranks)
+            self._spreads[source.shape, source.dtype] = spread
         self.sources[text] = source
         if self._room is not None and in_room and device is not None:
             self.targets[text] = Shards(spread, [self._room.take(source.shape, source.dtype, device)])
