@@ -227,6 +227,46 @@ def test_what_belongs_to_a_part_does_not_depend_on_where_the_cut_falls(two):
     two.run(scales)
 
 
+class Blocks(torch.optim.Optimizer):
+    """Keeps nothing that is shaped like a parameter: blocks, their scales and a table, the same on all ranks."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                numel = p.numel()
+                self.state[p] = {
+                    "blocks": torch.arange(numel + 3).to(torch.uint8),
+                    "scales": torch.linspace(0, 1, -(-numel // 4)),
+                    "table": torch.arange(16.0),
+                    "step": self.state[p].get("step", 0) + 1,
+                }
+
+
+def into_a_fresh_one():
+    for make in (net, lambda: DistributedDataParallel(net()), lambda: fully_shard(net())):
+        model, other = make(), make()
+        optimizer, fresh = Blocks(model.parameters()), Blocks(other.parameters())
+        optimizer.step()
+        for full in (True, False):
+            state = optim_state_dict(model, optimizer, full=full)
+            load_optim_state_dict(other, fresh, state)
+            for a, b in zip(model.parameters(), other.parameters(), strict=True):
+                assert list(fresh.state[b]) == ["blocks", "scales", "table", "step"]
+                for key, value in optimizer.state[a].items():
+                    assert torch.equal(torch.as_tensor(fresh.state[b][key]), torch.as_tensor(value))
+            fresh.state.clear()
+        state = optim_state_dict(model, optimizer, full=True)
+        state["state"]["2.weight"]["blocks"] = torch.zeros(8, 4)  # that of another parameter
+        refused(["2.weight", "(8, 4)"], load_optim_state_dict, other, fresh, state)
+
+
+def test_state_that_all_ranks_have_alike_loads_into_a_fresh_optimizer(two):
+    two.run(into_a_fresh_one)
+
+
 def no_memory():
     model = fsdp1(net())
     optimizer = torch.optim.Adam(model.parameters())

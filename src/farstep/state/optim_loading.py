@@ -286,7 +286,9 @@ class Loading:
             rows = len(shape) == len(seat.shape) and all(
                 a in (1, b) for a, b in zip(shape, seat.shape, strict=True)
             )
-            fits = bool(siblings) or rows or isinstance(stepper, torch.optim.LBFGS)
+            # Other classes may keep only blocks or tables of any length; not what has as many dimensions and other sizes.
+            blocks = not is_torchs(stepper) and not 1 < len(shape) == len(seat.shape)
+            fits = bool(siblings) or rows or blocks or isinstance(stepper, torch.optim.LBFGS)
             if is_torchs(stepper) and fits:
                 fits = tuple(slot.members[0][0].local_shapes[0]) == seat.shape
         if not fits:

@@ -21,13 +21,12 @@ class Profile:
             self._phases[phase] = {"time_s": 0.0, "bytes": 0}
 
     @contextmanager
-    def phase(self, name: str, nbytes: int = 0) -> Iterator[None]:
+    def phase(self, name: str) -> Iterator[None]:
         begin = time.perf_counter()
         try:
             yield
         finally:
             self._phases[name]["time_s"] += time.perf_counter() - begin
-            self._phases[name]["bytes"] += nbytes
 
     def add(self, name: str, nbytes: int) -> None:
         self._phases[name]["bytes"] += nbytes

@@ -198,7 +198,7 @@ class _Model:
         holders = self._replicas.get(id(parameter))
         if holders is not None:
             return [_of_tensor(name, parameter, plain.replicated(parameter, holders, self.group, name))]
-        if type(parameter.data) is Tensor:
+        if type(parameter) is nn.Parameter or type(parameter.data) is Tensor:
             return [_of_tensor(name, parameter, shards_of(parameter, self.group, name=name))]
         return [_of_dtensor(name, parameter, self.group)]
 

@@ -62,6 +62,7 @@ class Seat:
         """Whether the optimizer has some of its elements end to end, and not in the parameter's shape."""
         self._is_dtensor = is_dtensor
         """Whether the optimizer's state is DTensors."""
+        self._kind = type(keys[0].data) if is_dtensor and keys else Tensor
         self._form, self._fresh = form, fresh
 
     def left_out(self) -> Seat:
@@ -80,7 +81,7 @@ class Seat:
     def is_like(self, number: int, value: Tensor) -> bool:
         """Whether a state under the key of this number is shaped like the parameter."""
         if self._is_dtensor:
-            return type(value) is type(self.keys[number].data) and tuple(value.shape) == self.shape
+            return type(value) is self._kind and tuple(value.shape) == self.shape
         return value.dim() > 0 and tuple(value.shape) == self.local_shapes[number]
 
     def is_cut(self, number: int) -> bool:

@@ -76,19 +76,7 @@ class FlatParameter:
 
         With NO_SHARD such a tensor has the parameter's own shape.
         """
-        flat = piece.detach()
-        if flat.dim() != 1 and tuple(flat.shape) == self.layout.shape(name):
-            order = self.layout.order(name)
-            flat = flat.permute(order)
-            if not flat.is_contiguous():
-                raise LayoutError(
-                    f"the tensor given for {name!r} does not lie in memory as its parameter does: give one made by torch.empty_like"
-                )
-            flat = flat.view(-1)
-        return Shards(
-            self.layout.spread(name, piece.dtype, self.holders),
-            self.layout.piece_views(name, flat, self.shard),
-        )
+        return Shards(self.layout.spread(name, piece.dtype, self.holders), self._piece_views(name, [piece]))
 
     def seats(self) -> list[Seat]:
         """Every original parameter, as an optimizer has it that steps the flat parameter."""
@@ -130,7 +118,21 @@ class FlatParameter:
         return [view for value in values for view in self.layout.views(name, value.detach(), self.shard)]
 
     def _piece_views(self, name: str, values: Sequence[Tensor]) -> list[Tensor]:
-        return [view for value in values for view in self.view(name, value).tensors]
+        return [
+            view
+            for value in values
+            for view in self.layout.piece_views(name, self._end_to_end(name, value.detach()), self.shard)
+        ]
+
+    def _end_to_end(self, name: str, piece: Tensor) -> Tensor:
+        if piece.dim() == 1 or tuple(piece.shape) != self.layout.shape(name):
+            return piece
+        piece = piece.permute(self.layout.order(name))
+        if not piece.is_contiguous():
+            raise LayoutError(
+                f"the tensor given for {name!r} does not lie in memory as its parameter does: give one made by torch.empty_like"
+            )
+        return piece.view(-1)
 
     def __repr__(self) -> str:
         return (
