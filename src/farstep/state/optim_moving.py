@@ -106,9 +106,9 @@ def moved(
     budget_bytes = max(options.budget_bytes // 2, LEAST_BUDGET_BYTES) if cast else options.budget_bytes
     with profile.phase("gather"):
         for here, there in transfers(sources, targets, cast, budget_bytes):
-            each = plan(_layout(here), _layout(there), options.rank) if cast else part
+            copies = plan(_layout(here), _layout(there), options.rank) if cast else part
             exchange(
-                each,
+                copies,
                 {name: shards.tensors for name, shards in here.items()},
                 {name: shards.tensors for name, shards in there.items()},
                 options.group,
@@ -116,7 +116,7 @@ def moved(
                 progress=watched.call if options.progress is not None else None,
                 check=False,  # that has been done, for all ranks together
             )
-            watched.begin += each.bytes_moved + each.bytes_kept
+            watched.begin += copies.bytes_moved + copies.bytes_kept
     return watched.failure
 
 
