@@ -1,0 +1,22 @@
+"""Checkpoints: state that is whole or absent, verified, and loads on any number of ranks."""
+
+from farstep.checkpoint.filling import Report
+from farstep.checkpoint.loading import load, read
+from farstep.checkpoint.local_disk import LocalDisk
+from farstep.checkpoint.remote import RemoteStorage
+from farstep.checkpoint.saving import save
+from farstep.checkpoint.storage import NewFile, Storage, StoredFile
+from farstep.checkpoint.tree import PerRank
+
+__all__ = [
+    "LocalDisk",
+    "NewFile",
+    "PerRank",
+    "RemoteStorage",
+    "Report",
+    "Storage",
+    "StoredFile",
+    "load",
+    "read",
+    "save",
+]
