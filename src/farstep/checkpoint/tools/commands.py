@@ -1,0 +1,145 @@
+"""What the commands of `farstep checkpoint` do: call a function, show what it gave, return the exit code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+from farstep.checkpoint.tools.bars import bar
+from farstep.checkpoint.tools.contents import matcher, opened
+from farstep.checkpoint.tools.inspecting import as_json, folded, tree_of
+from farstep.checkpoint.tools.screens import damages_screen, overview, ranks_table, tree_table
+from farstep.checkpoint.tools.units import count, size
+from farstep.checkpoint.tools.verifying import examine
+from farstep.errors import DamagedCheckpoint, FarstepError
+
+__all__ = ["run"]
+
+FINE, WRONG, FAILED, PIPE_CLOSED, INTERRUPTED = 0, 1, 2, 141, 130
+_WITHOUT_END = 10_000
+"""Columns where there is no terminal: nothing is cut that a program might look for."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """One command. What is to be expected is a line on standard error, and never a traceback."""
+    try:
+        code = _COMMANDS[args.action](args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # `| head` has seen enough
+        _forget_output()
+        return PIPE_CLOSED
+    except KeyboardInterrupt:
+        return _complain("interrupted", INTERRUPTED)
+    except DamagedCheckpoint as exc:
+        return _complain(str(exc), WRONG)
+    except (FarstepError, OSError) as exc:
+        return _complain(_words(exc), FAILED)
+    except Exception as exc:
+        if not any("://" in str(value) for value in vars(args).values()):
+            raise
+        return _complain(f"{type(exc).__name__}: {exc}", FAILED)  # each remote storage has errors of its own
+
+
+def _complain(text: str, code: int) -> int:
+    print(f"farstep checkpoint: {' '.join(text.split())}", file=sys.stderr)
+    return code
+
+
+def _words(exc: Exception) -> str:
+    if isinstance(exc, OSError) and not isinstance(exc, FarstepError) and exc.strerror:
+        return f"{exc.filename}: {exc.strerror}" if exc.filename is not None else exc.strerror
+    return str(exc) or type(exc).__name__
+
+
+def _forget_output() -> None:
+    """What is left in the buffer would fail again at exit."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError):
+        pass
+
+
+class _Screen:
+    """Standard output: as wide as the terminal, or without end."""
+
+    def __init__(self) -> None:
+        self._console = Console(highlight=False, markup=False)
+        if not self._console.is_terminal:
+            self._console = Console(highlight=False, markup=False, width=_WITHOUT_END)
+        self.width = self._console.width
+
+    def show(self, *what: RenderableType) -> None:
+        if self._console.is_terminal:
+            self._console.print(*what, sep="\n")
+            return
+        with self._console.capture() as captured:
+            self._console.print(*what, sep="\n")
+        sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
+
+
+def _print_json(found: Any) -> None:
+    json.dump(found, sys.stdout, indent=2, allow_nan=False)
+    sys.stdout.write("\n")
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    return dict(args.storage_option)
+
+
+# -- the commands -----------------------------------------------------------------------------------------
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    storage, manifest = opened(args.path, _options(args))
+    wanted = matcher(args.filter)
+    if args.json:
+        _print_json(as_json(manifest, str(storage), wanted))
+        return FINE
+    screen, root = _Screen(), tree_of(manifest, wanted)
+    root = root if args.no_fold else folded(root)
+    screen.show(overview(manifest, str(storage)), "")
+    if root.below:
+        screen.show(tree_table(root, manifest, screen.width, args.depth, args.boxes))
+    else:
+        screen.show(Text("nothing has such a name" if args.filter else "nothing is in it", style="dim"))
+    if args.filter:
+        screen.show("", f"{size(root.nbytes)} in {count(root.tensors, 'tensor')} of these names")
+    elif len({file.rank for file in manifest.files}) > 1:
+        screen.show("", ranks_table(manifest))
+    return FINE
+
+
+def _verify(args: argparse.Namespace) -> int:
+    began = time.monotonic()
+    with bar("verifying") as progress:
+        found = examine(args.path, threads=args.threads, progress=progress, storage_options=_options(args))
+    seconds = time.monotonic() - began
+    bad = bool(found.damages or (args.strict and found.strays))
+    if args.json:
+        damages = [
+            {
+                "kind": d.kind,
+                "file": d.file,
+                "tensor": d.tensor,
+                "box": d.box,
+                "spans": d.spans,
+                "what": d.what,
+            }
+            for d in found.damages
+        ]
+        _print_json({"path": args.path, "whole": not bad, "damages": damages, "strays": found.strays})
+        return WRONG if bad else FINE
+    _Screen().show(damages_screen(found, args.path, seconds, args.strict))
+    return WRONG if bad else FINE
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {"inspect": _inspect, "verify": _verify}
