@@ -14,7 +14,9 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from farstep.checkpoint.tools.bars import bar
+from farstep.checkpoint.tools.comparing import diff
 from farstep.checkpoint.tools.contents import matcher, opened
+from farstep.checkpoint.tools.diff_screen import diff_screen
 from farstep.checkpoint.tools.inspecting import as_json, folded, tree_of
 from farstep.checkpoint.tools.screens import damages_screen, overview, ranks_table, tree_table
 from farstep.checkpoint.tools.units import count, size
@@ -87,7 +89,7 @@ class _Screen:
 
 
 def _print_json(found: Any) -> None:
-    json.dump(found, sys.stdout, indent=2, allow_nan=False)
+    json.dump(found, sys.stdout, allow_nan=False)
     sys.stdout.write("\n")
 
 
@@ -142,4 +144,25 @@ def _verify(args: argparse.Namespace) -> int:
     return WRONG if bad else FINE
 
 
-_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {"inspect": _inspect, "verify": _verify}
+def _diff(args: argparse.Namespace) -> int:
+    with bar("comparing") as progress:
+        found = diff(
+            args.a,
+            args.b,
+            tolerance=args.tolerance,
+            names=matcher(args.filter),
+            progress=progress,
+            storage_options=_options(args),
+        )
+    if args.json:
+        _print_json({"a": args.a, "b": args.b, "tolerance": args.tolerance, **found.as_json()})
+    else:
+        _Screen().show(diff_screen(found, args.a, args.b, args.limit))
+    return WRONG if found else FINE
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "inspect": _inspect,
+    "verify": _verify,
+    "diff": _diff,
+}
