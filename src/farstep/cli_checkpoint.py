@@ -114,12 +114,18 @@ def add_checkpoint(commands: Commands) -> None:
     _add_json(diff)
     convert = add("convert", "from and to DCP, torch.save and safetensors", CONVERT, "SOURCE", "TARGET")
     convert.add_argument("--to", required=True, choices=("farstep", "dcp", "torch", "safetensors"))
+    convert.add_argument("--select", metavar="NAME", help="a part of the state alone, such as model")
+    convert.add_argument(
+        "--leave-out", action="store_true", help="what the format has no place for; else that is an error"
+    )
     convert.add_argument("--overwrite", action="store_true", help="replace what is at TARGET")
     reshard = add("reshard", "as if another number of ranks had saved it", RESHARD, "PATH", "TARGET")
     reshard.add_argument("--ranks", type=_at_least_1, required=True, metavar="M", help="how many")
     reshard.add_argument("--overwrite", action="store_true", help="replace a checkpoint that is at TARGET")
     plot = add("plot", "a picture of which rank holds what", PLOT, "PATH")
-    plot.add_argument("--out", metavar="FILE", help="the PNG (default: checkpoint.png)")
+    plot.add_argument(
+        "--out", default="checkpoint.png", metavar="FILE", help="the PNG (default: %(default)s)"
+    )
     plot.add_argument("--text", action="store_true", help="draw in the terminal; needs no matplotlib")
     _add_filter(plot)
 

@@ -18,6 +18,9 @@ from farstep.checkpoint.tools.comparing import diff
 from farstep.checkpoint.tools.contents import matcher, opened
 from farstep.checkpoint.tools.diff_screen import diff_screen
 from farstep.checkpoint.tools.inspecting import as_json, folded, tree_of
+from farstep.checkpoint.tools.layers import layers_of
+from farstep.checkpoint.tools.picture import draw, text_picture
+from farstep.checkpoint.tools.resharding import reshard
 from farstep.checkpoint.tools.screens import damages_screen, overview, ranks_table, tree_table
 from farstep.checkpoint.tools.units import count, size
 from farstep.checkpoint.tools.verifying import examine
@@ -161,8 +164,72 @@ def _diff(args: argparse.Namespace) -> int:
     return WRONG if found else FINE
 
 
+def _convert(args: argparse.Namespace) -> int:
+    from farstep.checkpoint.convert import convert
+
+    with bar("converting") as progress:
+        found = convert(
+            args.source,
+            args.target,
+            to=args.to,
+            select=args.select,
+            strict=not args.leave_out,
+            overwrite=args.overwrite,
+            progress=progress,
+            storage_options=_options(args),
+        )
+    for name in found.left_out:
+        print(f"left out, as {args.to} has no place for it: {name}", file=sys.stderr)
+    print(f"{args.target} has all of {args.source}, as {args.to}")
+    return FINE
+
+
+def _reshard(args: argparse.Namespace) -> int:
+    began = time.monotonic()
+    with bar("resharding") as progress:
+        reshard(
+            args.path,
+            args.target,
+            args.ranks,
+            overwrite=args.overwrite,
+            progress=progress,
+            storage_options=_options(args),
+        )
+    _, made = opened(args.target, _options(args))
+    seconds = time.monotonic() - began
+    print(
+        f"{args.target} is whole: {size(made.nbytes)} in {count(len(made.tensors), 'tensor')}, as if saved by "
+        f"{count(args.ranks, 'rank')}, in {count(len(made.files), 'file')}; {seconds:.1f} s"
+    )
+    return FINE
+
+
+def _plot(args: argparse.Namespace) -> int:
+    storage, manifest = opened(args.path, _options(args))
+    layers = layers_of(manifest, matcher(args.filter))
+    if args.text:
+        screen = _Screen()
+        screen.show(overview(manifest, str(storage)), "", *text_picture(layers, screen.width))
+        return FINE
+    title = f"{storage}: {size(manifest.nbytes)} in {count(len(manifest.tensors), 'tensor')}, saved by {count(manifest.ranks, 'rank')}"
+    try:
+        draw(layers, title, args.out)
+    except ImportError:
+        return _complain(
+            "a PNG is drawn by matplotlib, which is not installed: pip install 'farstep[plot]', or draw in the terminal with --text",
+            FAILED,
+        )
+    except ValueError as exc:  # a name that ends in what no picture is
+        return _complain(f"{args.out} cannot be written: {exc}", FAILED)
+    print(f"{args.out} shows which rank holds what, and sizes by layer")
+    return FINE
+
+
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "inspect": _inspect,
     "verify": _verify,
     "diff": _diff,
+    "convert": _convert,
+    "reshard": _reshard,
+    "plot": _plot,
 }
