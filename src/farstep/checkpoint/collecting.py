@@ -39,6 +39,8 @@ class _Collector:
         self.tensors: dict[str, Shards] = {}
         self._names: dict[Any, str] = {}
         """Of tensors that have been seen, by their memory."""
+        self._alive: list[Any] = []
+        """They are not to be freed before all have been seen, as another would get the same memory then."""
         self._for_this_rank = False
 
     def walk(self, value: Any, name: str, depth: int) -> Any:
@@ -82,6 +84,7 @@ class _Collector:
         return {"ranks": [node if each == rank else None for each in range(self._ranks.count)]}
 
     def _tensor(self, value: Tensor | Shards, name: str) -> Any:
+        self._alive.append(value)
         memory = _memory(value)
         known = None if memory is None else self._names.setdefault(memory, name)
         if known is not None and known != name:
@@ -105,6 +108,5 @@ def _memory(value: Tensor | Shards) -> Any:
         if not value.numel() or value.is_meta:
             return None
         return value.data_ptr(), value.shape, value.stride(), value.dtype, value.device, value.is_conj(), value.is_neg()  # fmt: skip
-    if isinstance(value, Tensor):
-        return id(value)  # a DTensor and such, which are kept alive by the state that has them
-    return None
+    # Of others a rank may have nothing by which to tell; tied ones come as one object.
+    return id(value)

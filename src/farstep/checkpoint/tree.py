@@ -219,7 +219,8 @@ def merged(trees: list[Any], name: str = "") -> Any:
     said: dict[str, list[int]] = {}
     for rank, tree in enumerate(trees):
         if tree is not _ABSENT:
-            said.setdefault(_shown(tree), []).append(rank)
+            said.setdefault(str(tree), []).append(rank)
+    said = dict(zip(_cut([*said]), said.values(), strict=True))
     words = "; ".join(f"{text} on rank {', '.join(map(str, ranks))}" for text, ranks in said.items())
     raise CheckpointError(
         f"{name!r} is not the same on all ranks: {words}. Nothing has been saved. What belongs to each rank alone is saved as farstep.checkpoint.PerRank(value)"
@@ -237,9 +238,14 @@ def _own(tree: Any, rank: int) -> Any:
     return None if tree is _ABSENT else tree["ranks"][rank]
 
 
-def _shown(tree: Any) -> str:
-    text = str(tree)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _cut(texts: list[str]) -> list[str]:
+    """Around where they begin to differ."""
+    same = next((i for i, letters in enumerate(zip(*texts, strict=False)) if len(set(letters)) > 1), 0)
+    begin = max(0, same - 20)
+    return [
+        f"{'...' if begin else ''}{text[begin : begin + 60]}{'...' if len(text) > begin + 60 else ''}"
+        for text in texts
+    ]
 
 
 def encode_mapping(pairs: Mapping[Any, Any]) -> Any:
