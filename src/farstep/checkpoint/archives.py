@@ -90,7 +90,9 @@ def place_of(source: Range, base: int, shape: Sequence[int], dtype: torch.dtype)
     if type(found) is not _Tensor or not archive.is_little_endian:
         return None
     if found.shape != tuple(shape) or found.dtype != dtype:
-        raise Refused(f"it has a tensor of {found.dtype} and shape {found.shape}, and not of {dtype} and {tuple(shape)}")
+        raise Refused(
+            f"it has a tensor of {found.dtype} and shape {found.shape}, and not of {dtype} and {tuple(shape)}"
+        )
     if not _is_row_by_row(found.shape, found.stride):
         return None
     begin, size, crc = archive.at(f"data/{found.storage.key}")
@@ -255,7 +257,7 @@ def write_archive(write: Callable[[Sequence[Buffer]], None], value: Any) -> int:
     handles: list[Handle] = []
     body = io.BytesIO()
     _Pickler(body, handles).dump(value)
-    with zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED) as archive:  # type: ignore[call-overload]
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED) as archive:
         _add(archive, stream, "data.pkl", len(body.getbuffer()), [body.getbuffer()])
         _add(archive, stream, "byteorder", 6, [memoryview(b"little")])
         for number, each in enumerate(handles):
@@ -319,7 +321,7 @@ class _Pickler(pickle.Pickler):
         self._handles.append(value)
         stride = torch.empty(value.shape, dtype=torch.uint8, device="meta").stride()
         typed = _TYPES.get(str(value.dtype).removeprefix("torch."))
-        common = (0, value.shape, stride, False, OrderedDict())
+        common: tuple[Any, ...] = (0, value.shape, stride, False, OrderedDict())
         if typed is not None:
             storage = _Untyped(getattr(torch, typed), key, value.numel)
             return torch._utils._rebuild_tensor_v2, (storage, *common)

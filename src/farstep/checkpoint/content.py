@@ -55,9 +55,11 @@ class Content:
             node, name = _found(self.tree, select), select
         made = Content(None, {}, self.kind, list(self.left_out))
         made.tree = _Replacing(self, made, keep_ranks).node(node, name, "")
-        if not is_container(made.tree) or "dict" not in made.tree and "pairs" not in made.tree:
+        if not is_container(made.tree) or ("dict" not in made.tree and "pairs" not in made.tree):
             raise CheckpointMismatch(
-                f"{select!r} is no part with names of its own" if select else "the state is no dict: there is nothing to name its values by"
+                f"{select!r} is no part with names of its own"
+                if select
+                else "the state is no dict: there is nothing to name its values by"
             )
         return made
 
@@ -72,7 +74,9 @@ def _found(tree: Any, select: str) -> Any:
             inside = [(each, joined(name, key)) for key, each in children(node)]
             waiting += [each for each in inside if select == each[1] or select.startswith(f"{each[1]}.")]
     top = [str(key) for key, _ in children(tree)] if is_container(tree) else []
-    raise CheckpointMismatch(f"there is no {select!r}: at its top the state has {', '.join(map(repr, top[:20]))}")
+    raise CheckpointMismatch(
+        f"there is no {select!r}: at its top the state has {', '.join(map(repr, top[:20]))}"
+    )
 
 
 class _Replacing:
@@ -141,7 +145,9 @@ def content_of(storage: Storage, verify: bool, stack: ExitStack) -> Content:
 def content_of_state(state: Any) -> Content:
     """Of a state in this process alone."""
     found = collected(state, Ranks(alone=True))
-    return Content(found.tree, {name: _kept(name, shards.tensors[0]) for name, shards in found.tensors.items()})
+    return Content(
+        found.tree, {name: _kept(name, shards.tensors[0]) for name, shards in found.tensors.items()}
+    )
 
 
 def _of_torch(storage: LocalDisk) -> Content:
@@ -169,7 +175,9 @@ def _of_torch(storage: LocalDisk) -> Content:
 
 def _kept(name: str, tensor: Tensor) -> Tensor:
     if tensor.layout is not torch.strided:
-        raise CheckpointError(f"{name!r} is a tensor of the layout {tensor.layout}, which a checkpoint does not keep: make it dense")
+        raise CheckpointError(
+            f"{name!r} is a tensor of the layout {tensor.layout}, which a checkpoint does not keep: make it dense"
+        )
     try:
         name_of(tensor.dtype)
     except ValueError as exc:

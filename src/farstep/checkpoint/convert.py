@@ -138,7 +138,9 @@ def _put_ours(content: Content, storage: Storage, overwrite: bool, progress: Pro
         raise _exists(storage)
     if others or storage.directories():
         what = others[0] if others else storage.directories()[0]
-        raise CheckpointError(f"{storage} has something else in it, {what!r}: give a directory that is new or has a checkpoint alone")
+        raise CheckpointError(
+            f"{storage} has something else in it, {what!r}: give a directory that is new or has a checkpoint alone"
+        )
     with ExitStack() as stack:
         infos = {name: content.info(name) for name in content.tensors}
         writes = [
@@ -269,7 +271,9 @@ def _is_there(path: Path) -> bool:
 
 
 def _exists(where: Any) -> CheckpointError:
-    return CheckpointError(f"there is something at {where} already: overwrite=True replaces it; nothing has been written")
+    return CheckpointError(
+        f"there is something at {where} already: overwrite=True replaces it; nothing has been written"
+    )
 
 
 def _is_same(one: PathLike, other: PathLike) -> bool:

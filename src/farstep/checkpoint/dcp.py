@@ -70,7 +70,10 @@ class _Opening:
         nodes |= {name: {"tensor": ties.get(name)} for name in self._metadata.tensors}
         tree = _tree(nodes, self._metadata.paths, str(self._storage))
         sizes = {file: sum(item.nbytes for item in items) for file, items in self._items.items()}
-        files = [File(file, size, int(found[1]) if (found := _RANK.fullmatch(file)) else 0) for file, size in sizes.items()]
+        files = [
+            File(file, size, int(found[1]) if (found := _RANK.fullmatch(file)) else 0)
+            for file, size in sizes.items()
+        ]
         manifest = made_manifest(mark, files, tree, self._tensors, self._rows, str(self._storage))
         return Items(self._storage, self._items), manifest
 
@@ -114,8 +117,8 @@ class _Opening:
                     is_tied = self._is_archive(file, begin, name)
                     if not is_tied:  # tensors of one safetensors file, which has them all
                         end = begin + sum(each.length for _, _, each in sharing)
-                    for other, box, each in sharing[1:] if is_tied else ():
-                        if each != stored or box is None or not self._is_one(name, other, box):
+                    for other, place, each in sharing[1:] if is_tied else ():
+                        if each != stored or place is None or not self._is_one(name, other, place):
                             raise self._shared(name, other, file)
                         ties[other] = name
                 if begin < reached:
@@ -280,7 +283,9 @@ def _tree(nodes: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]], 
         for key in path[:-1]:
             inside = inside.setdefault(key, {})
             if type(inside) is not dict:
-                raise DamagedCheckpoint(f"{where}: {METADATA} has something within {name!r}, which is a value")
+                raise DamagedCheckpoint(
+                    f"{where}: {METADATA} has something within {name!r}, which is a value"
+                )
         if path[-1] in inside:
             raise DamagedCheckpoint(f"{where}: {METADATA} has {name!r} as a value and as a place of values")
         inside[path[-1]] = _Leaf(nodes[name])

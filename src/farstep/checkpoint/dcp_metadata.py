@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -171,14 +171,18 @@ def _stored(found: Mapping[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None]
         if type(name) is not str or type(file) is not str:
             raise Refused("an item in it has no name, or no file")
         if not _FILE.fullmatch(file) or ".." in file:
-            raise Refused(f"{name[:200]!r} is said to be in {file[:200]!r}, which is no file beside {METADATA}")
+            raise Refused(
+                f"{name[:200]!r} is said to be in {file[:200]!r}, which is no file beside {METADATA}"
+            )
         if not _is_count(begin) or not _is_count(length) or begin + length >= 1 << 62:
             raise Refused(f"{name[:200]!r} is said to be at no place that a file has")
         transforms = fields.get("transform_descriptors")
         if transforms:
             first = transforms[0] if type(transforms) in (list, tuple) else None
             said = first[:100] if type(first) is str else "?"
-            raise Refused(f"{name[:200]!r} was stored through DCP's extension {said!r}, which only that can undo")
+            raise Refused(
+                f"{name[:200]!r} was stored through DCP's extension {said!r}, which only that can undo"
+            )
         key = name, None if offset is None else _size(offset)
         if key in stored:
             raise Refused(f"{name[:200]!r} is stored twice at {key[1]}")
@@ -238,5 +242,5 @@ def _mapping(found: Any, what: str) -> Mapping[Any, Any]:
     return found
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: Any) -> TypeGuard[int]:
     return type(value) is int and 0 <= value < 1 << 62

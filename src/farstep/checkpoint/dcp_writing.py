@@ -6,6 +6,7 @@ import dataclasses
 import pickle
 import uuid
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,7 +58,8 @@ def value_with(node: Any, name: str, content: Content, tally: Tally) -> Any:
         if isinstance(value, TensorAt):
             if value.name not in handles:
                 info = content.info(value.name)
-                handles[value.name] = Handle(info.shape, info.dtype, lambda n=value.name: content.blocks(n, tally))  # type: ignore[misc]
+                blocks = partial(content.blocks, value.name, tally)
+                handles[value.name] = Handle(info.shape, info.dtype, blocks)
             return handles[value.name]
         if isinstance(value, dict):
             return {key: built(each) for key, each in value.items()}
@@ -96,7 +98,9 @@ def _is_opened(node: Any) -> bool:
         return False
     if "dict" in node or "pairs" in node:
         return True
-    return "list" in node and any(_is_opened(each) or _tensor_at(each, "") is not None for each in node["list"])
+    return "list" in node and any(
+        _is_opened(each) or _tensor_at(each, "") is not None for each in node["list"]
+    )
 
 
 def _tensor_at(node: Any, name: str) -> str | None:
@@ -126,7 +130,7 @@ def _metadata(
             )
             index = dcp.MetadataIndex(name, zero)
         places[index] = _StorageInfo(_FILE, *stored[name])
-    more = {"storage_meta": dcp.StorageMeta(save_id=str(uuid.uuid4())), "version": "1.0.0"}
+    more: dict[str, Any] = {"storage_meta": dcp.StorageMeta(save_id=str(uuid.uuid4())), "version": "1.0.0"}
     known = {each.name for each in dataclasses.fields(dcp.Metadata)}
     return dcp.Metadata(
         entries,

@@ -46,7 +46,9 @@ def open_safetensors(storage: Storage, only: str | None = None) -> tuple[Storage
         for name, kept in header.metadata.items():  # as safetensors' save_model tells of tied tensors
             if kept in tensors and name not in nodes:
                 nodes[name] = {"tensor": kept}
-    mark = xxhash.xxh3_64_hexdigest(repr([(n, h.nbytes, sorted(h.tensors)) for n, h in headers.items()]))
+    mark = xxhash.xxh3_64_hexdigest(
+        repr([(n, h.nbytes, sorted(h.tensors)) for n, h in headers.items()]).encode()
+    )
     files = [File(name, header.nbytes, 0) for name, header in headers.items()]
     return storage, made_manifest(mark, files, {"dict": nodes}, tensors, rows, str(storage))
 

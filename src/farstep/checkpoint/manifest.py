@@ -39,7 +39,17 @@ from farstep.errors import DamagedCheckpoint, LayoutError
 from farstep.state import Layout, Spread
 from farstep.state.sweep import Ints
 
-__all__ = ["BLOCK_BYTES", "MANIFEST", "Boxes", "File", "Manifest", "TensorInfo", "check_places", "data_file", "is_ours"]
+__all__ = [
+    "BLOCK_BYTES",
+    "MANIFEST",
+    "Boxes",
+    "File",
+    "Manifest",
+    "TensorInfo",
+    "check_places",
+    "data_file",
+    "is_ours",
+]
 
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "farstep.checkpoint", 1

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Iterator
 from contextlib import ExitStack
 from threading import Event
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from farstep.checkpoint.dcp import METADATA, open_dcp
 from farstep.checkpoint.huggingface import INDEX, open_safetensors
-from farstep.checkpoint.items import Items
 from farstep.checkpoint.local_disk import LocalDisk
 from farstep.checkpoint.manifest import MANIFEST, Manifest, is_ours
 from farstep.checkpoint.reading import Files, Read, Reader, planned
@@ -29,7 +25,7 @@ _ZIP = b"PK\x03\x04"
 
 
 def format_of(storage: Storage) -> str:
-    """"farstep", "dcp", "safetensors" or "torch". Raises NoCheckpoint."""
+    """ "farstep", "dcp", "safetensors" or "torch". Raises NoCheckpoint."""
     if isinstance(storage, LocalDisk) and storage.path.is_file():
         with open(storage.path, "rb") as file:
             head = file.read(9)
