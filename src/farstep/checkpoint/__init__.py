@@ -1,5 +1,6 @@
 """Checkpoints: state that is whole or absent, verified, and loads on any number of ranks."""
 
+from farstep.checkpoint.convert import FORMATS, Converted, convert, save_dcp
 from farstep.checkpoint.filling import Report
 from farstep.checkpoint.loading import load, read
 from farstep.checkpoint.local_disk import LocalDisk
@@ -9,6 +10,8 @@ from farstep.checkpoint.storage import NewFile, Storage, StoredFile
 from farstep.checkpoint.tree import PerRank
 
 __all__ = [
+    "FORMATS",
+    "Converted",
     "LocalDisk",
     "NewFile",
     "PerRank",
@@ -16,7 +19,9 @@ __all__ = [
     "Report",
     "Storage",
     "StoredFile",
+    "convert",
     "load",
     "read",
     "save",
+    "save_dcp",
 ]

@@ -7,16 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 from farstep.checkpoint.filling import Filling, Report, fresh_state
-from farstep.checkpoint.manifest import MANIFEST, Manifest
 from farstep.checkpoint.ranks import Ranks
 from farstep.checkpoint.reading import read_into, reads_for
 from farstep.checkpoint.renaming import Rename
+from farstep.checkpoint.sources import source_of
 from farstep.checkpoint.storage import Storage, storage_of
 from farstep.checkpoint.writing import Progress
-from farstep.errors import CheckpointError, NoCheckpoint
+from farstep.errors import CheckpointError
 from farstep.state.adapters.ranks import Group
 
-__all__ = ["load", "manifest_of", "read"]
+__all__ = ["load", "read"]
 
 
 def load(
@@ -33,6 +33,8 @@ def load(
     storage_options: dict[str, Any] | None = None,
 ) -> Report:
     """Load a checkpoint into a state of the same form, on any number of ranks. All ranks of the group call it.
+
+    The checkpoint is one that `save` wrote, one of torch's DCP, or safetensors files of Hugging Face's.
 
     Tensors are filled in place, each rank reading what it holds of them. Values in dicts and lists are replaced, and objects are given theirs by
     `load_state_dict`. A state may name less than the checkpoint has: then that is all that is read, but with `strict` it must say so by naming
@@ -51,7 +53,7 @@ def load(
     doing = f"loading from {storage}"
     manifest, error = None, None
     try:
-        manifest = manifest_of(storage)
+        storage, manifest = source_of(storage, verify)
     except Exception as exc:
         error = exc
     if not ranks.agree(error, doing, manifest.save.encode() if manifest is not None else b""):
@@ -85,19 +87,7 @@ def read(
 
     This process reads it by itself. Of what each rank had for itself, the first rank's.
     """
-    storage = storage_of(path, storage_options)
-    manifest = manifest_of(storage)
+    storage, manifest = source_of(storage_of(path, storage_options), verify)
     state, wanted = fresh_state(manifest, names)
     read_into(storage, manifest, reads_for(manifest, wanted), verify=verify, progress=progress, threads=storage.threads)  # fmt: skip
     return state
-
-
-def manifest_of(storage: Storage) -> Manifest:
-    """Raises NoCheckpoint or DamagedCheckpoint."""
-    try:
-        data = storage.read(MANIFEST)
-    except FileNotFoundError:
-        raise NoCheckpoint(
-            f"there is no checkpoint in {storage}: it has no {MANIFEST}, which a save puts there when all is written"
-        ) from None
-    return Manifest.decode(data, str(storage))

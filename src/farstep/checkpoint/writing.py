@@ -27,7 +27,7 @@ from farstep.state import Box, Layout, Shards
 from farstep.state.messages import pieces
 from farstep.state.sweep import Ints
 
-__all__ = ["Part", "Progress", "Tally", "Write", "header", "shared_out", "write_part"]
+__all__ = ["Part", "Progress", "Tally", "Write", "blocks_of", "header", "shared_out", "write_part"]
 
 Progress = Callable[[int, int], None]
 _REPLICA_BYTES = 64 << 20
@@ -211,7 +211,7 @@ def _write_boxes(file: NewFile, writes: Sequence[Write], checksums: list[int], t
     for write in writes:
         if stop.is_set():
             return  # another file has failed
-        for data in _blocks(write.tensor):
+        for data in blocks_of(write.tensor):
             checksums.append(digest(data))
             waiting.append(data)
             nbytes += data.nbytes
@@ -223,7 +223,7 @@ def _write_boxes(file: NewFile, writes: Sequence[Write], checksums: list[int], t
     tally.add(nbytes)
 
 
-def _blocks(tensor: Tensor) -> Iterator[Buffer]:
+def blocks_of(tensor: Tensor) -> Iterator[Buffer]:
     """The bytes of a tensor, row by row, in blocks."""
     rest: bytes | Buffer = b""
     for data in _in_main_memory(tensor):
