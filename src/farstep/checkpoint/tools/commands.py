@@ -31,6 +31,8 @@ __all__ = ["run"]
 FINE, WRONG, FAILED, PIPE_CLOSED, INTERRUPTED = 0, 1, 2, 141, 130
 _WITHOUT_END = 10_000
 """Columns where there is no terminal: nothing is cut that a program might look for."""
+_OPTIONS = {"select=": "--select", "strict=False": "--leave-out", "overwrite=True": "--overwrite"}
+"""What errors say of arguments, in the words of this command."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _complain(text: str, code: int) -> int:
+    for keyword, option in _OPTIONS.items():
+        text = text.replace(keyword, option)
     print(f"farstep checkpoint: {' '.join(text.split())}", file=sys.stderr)
     return code
 
@@ -180,7 +184,8 @@ def _convert(args: argparse.Namespace) -> int:
         )
     for name in found.left_out:
         print(f"left out, as {args.to} has no place for it: {name}", file=sys.stderr)
-    print(f"{args.target} has all of {args.source}, as {args.to}")
+    what = f"{count(found.tensors, 'tensor')}, {size(found.nbytes)}"
+    print(f"{args.target} is {args.source} as {found.format}, which was {found.source_format}: {what}")
     return FINE
 
 

@@ -14,10 +14,9 @@ from torch import Tensor
 from farstep.checkpoint.dtypes import name_of
 from farstep.checkpoint.manifest import Manifest, TensorInfo
 from farstep.checkpoint.storage import Storage
-from farstep.checkpoint.tools.contents import Contents, contents_of, opened
+from farstep.checkpoint.tools.contents import Contents, contents_of, opened, value_of
 from farstep.checkpoint.tools.elements import Sums, sums_of
 from farstep.checkpoint.tools.streaming import Piece, batches, fetched, one_ahead
-from farstep.checkpoint.tree import decode
 from farstep.checkpoint.writing import Progress, Tally
 from farstep.errors import DamagedCheckpoint
 from farstep.state import Box
@@ -170,14 +169,16 @@ def _values(a: Contents, b: Contents, tolerance: float, wanted: Callable[[str], 
     for name in filter(wanted, dict.fromkeys([*a.values, *b.values])):
         if name not in b.values:
             if name not in b.containers:
-                found.values.append(ValueDiff(name, "only_a", decode(a.values[name]), None))
+                found.values.append(ValueDiff(name, "only_a", value_of(a.values[name]), None))
         elif name not in a.values:
             if name not in a.containers:
-                found.values.append(ValueDiff(name, "only_b", None, decode(b.values[name])))
+                found.values.append(ValueDiff(name, "only_b", None, value_of(b.values[name])))
         elif _is_same(a.values[name], b.values[name], tolerance):
             found.equal_values += 1
         else:
-            found.values.append(ValueDiff(name, "different", decode(a.values[name]), decode(b.values[name])))
+            found.values.append(
+                ValueDiff(name, "different", value_of(a.values[name]), value_of(b.values[name]))
+            )
     for name in filter(wanted, a.containers):
         ours, theirs = a.containers[name], b.containers.get(name)
         if theirs is not None and theirs != ours:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -10,16 +11,27 @@ from typing import Any
 
 import numpy as np
 
-from farstep.checkpoint.loading import manifest_of
 from farstep.checkpoint.manifest import MANIFEST, Manifest
+from farstep.checkpoint.sources import source_of
 from farstep.checkpoint.storage import Storage, storage_of
 from farstep.checkpoint.tree import MOST_DEPTH, children, decode, is_container, joined
 from farstep.errors import CheckpointError, DamagedCheckpoint, NoCheckpoint
 from farstep.state import Box
 
-__all__ = ["Contents", "box_of", "contents_of", "matcher", "opened", "ranks_of", "storage_at"]
+__all__ = [
+    "Contents",
+    "box_of",
+    "contents_of",
+    "matcher",
+    "opened",
+    "opened_own",
+    "ranks_of",
+    "storage_at",
+    "value_of",
+]
 
 _SHOWN = 3
+_LOOKED_AT = 20
 _CONTAINERS = {
     "dict": "a dict",
     "pairs": "a dict with keys that are not all strings",
@@ -55,12 +67,12 @@ def storage_at(path: str | os.PathLike[str] | Storage, options: dict[str, Any] |
 def opened(
     path: str | os.PathLike[str] | Storage, options: dict[str, Any] | None = None
 ) -> tuple[Storage, Manifest]:
-    """Raises NoCheckpoint, which tells of checkpoints one level below if there are any, or DamagedCheckpoint."""
+    """A checkpoint of any format that is read, as `load` has it. Raises NoCheckpoint, which tells of such as are one level below."""
     storage = storage_at(path, options)
     try:
-        return storage, manifest_of(storage)
+        return source_of(storage)
     except NoCheckpoint as exc:
-        below = sorted(name for name in _directories(storage) if MANIFEST in storage.at(name).names())
+        below = _below(storage)
         if not below:
             raise
         more = f" and {len(below) - _SHOWN} more" if len(below) > _SHOWN else ""
@@ -69,11 +81,31 @@ def opened(
         ) from exc
 
 
-def _directories(storage: Storage) -> list[str]:
+def opened_own(
+    path: str | os.PathLike[str] | Storage, options: dict[str, Any] | None = None
+) -> tuple[Storage, Manifest]:
+    """One that `save` wrote: with checksums."""
+    storage = storage_at(path, options)
     try:
-        return storage.directories()
+        return storage, Manifest.decode(storage.read(MANIFEST), str(storage))
+    except (FileNotFoundError, NotADirectoryError):
+        opened(storage)  # raises if it is nothing at all
+        raise CheckpointError(
+            f"{storage} is a checkpoint of another format, which has no checksums: farstep checkpoint convert makes one of it that has"
+        ) from None
+
+
+def _below(storage: Storage) -> list[str]:
+    """The checkpoints in directories below, by number."""
+    try:
+        names = sorted(storage.directories(), key=_by_number)[-_LOOKED_AT:]
+        return [name for name in names if MANIFEST in storage.at(name).names()]
     except Exception:
         return []  # a hint is not worth an error
+
+
+def _by_number(name: str) -> list[Any]:
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
@@ -88,6 +120,22 @@ def box_of(manifest: Manifest, row: int) -> Box:
     boxes = manifest.boxes
     at = slice(int(boxes.first[row]), int(boxes.first[row] + boxes.dims[row]))
     return Box(tuple(boxes.offsets[at].tolist()), tuple(boxes.sizes[at].tolist()))
+
+
+def value_of(node: Any) -> Any:
+    """What is shown of a value."""
+    if isinstance(node, dict) and "unreadable" in node:  # of another format, and not to be built here
+        return Unreadable(node["unreadable"])
+    return decode(node)
+
+
+class Unreadable(str):
+    """Why."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"<unreadable: {self}>"
 
 
 def ranks_of(manifest: Manifest) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -119,7 +167,6 @@ def _walk(node: Any, name: str, depth: int, owner: int | None, whole_lists: bool
         return
     inside = list(_inside(node, name)) if is_container(node) else []
     if not inside or (whole_lists and ("list" in node or "tuple" in node) and _is_plain(inside)):
-        decode(node, name)
         found.values[name] = node
         return
     ((kind, _),) = node.items()

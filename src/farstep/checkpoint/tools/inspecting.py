@@ -12,9 +12,8 @@ import numpy as np
 
 from farstep.checkpoint.dtypes import name_of
 from farstep.checkpoint.manifest import Manifest
-from farstep.checkpoint.tools.contents import box_of, contents_of, ranks_of
+from farstep.checkpoint.tools.contents import box_of, contents_of, ranks_of, value_of
 from farstep.checkpoint.tools.units import ranges
-from farstep.checkpoint.tree import decode
 
 __all__ = ["Branch", "Leaf", "as_json", "folded", "tree_of"]
 
@@ -73,7 +72,7 @@ def tree_of(manifest: Manifest, wanted: Callable[[str], bool] = lambda name: Tru
             _add(root, name, Leaf("tied", values=[other]))
     for name, node in contents.values.items():
         if wanted(name):
-            _add(root, name, Leaf("value", values=[decode(node)]))
+            _add(root, name, Leaf("value", values=[value_of(node)]))
     return root
 
 

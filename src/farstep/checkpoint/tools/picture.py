@@ -22,6 +22,7 @@ __all__ = ["draw", "text_picture"]
 INK, GREY = "#333333", "#999999"
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 """Of Okabe and Ito, who chose them for all kinds of eyes."""
+MAP = "YlGnBu"
 TERMINAL = ("blue", "yellow", "green", "magenta", "cyan", "red")
 SHADES = " ░▒▓█"
 LABEL_LETTERS = 36
@@ -40,25 +41,31 @@ def draw(layers: Layers, title: str, path: str | os.PathLike[str]) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows, ranks = len(layers.rows), len(layers.ranks)
-    left = 0.9 + min(7.0, max(1.0, 0.55 * ranks if ranks <= WITH_NUMBERS else 0.2 * ranks))
-    figure = Figure(figsize=(left + 8.0, 2.4 + 0.27 * rows), dpi=120, layout="constrained")
+    rows, ranks = max(1, len(layers.rows)), len(layers.ranks)
+    if ranks == 1:  # who holds what needs no picture
+        figure = Figure(figsize=(9.0, 1.1 + 0.27 * rows), dpi=120, layout="constrained")
+        bars = figure.add_subplot()
+        bars.invert_yaxis()
+    else:
+        left = 0.9 + (0.55 * ranks if ranks <= WITH_NUMBERS else min(7.0, 2.5 + 0.12 * ranks))
+        figure = Figure(figsize=(left + 7.5, 2.1 + 0.27 * rows), dpi=120, layout="constrained")
+        grid = figure.add_gridspec(2, 2, width_ratios=[left, 5.0], height_ratios=[0.7, 0.27 * rows + 0.2])
+        cells = figure.add_subplot(grid[1, 0])
+        totals = figure.add_subplot(grid[0, 0], sharex=cells)
+        bars = figure.add_subplot(grid[1, 1], sharey=cells)
+        _draw_cells(figure, cells, layers)
+        _draw_totals(totals, layers)
     FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(2, 2, width_ratios=[left, 5.0], height_ratios=[1.0, 0.27 * rows + 0.2])
-    cells = figure.add_subplot(grid[1, 0])
-    totals = figure.add_subplot(grid[0, 0], sharex=cells)
-    bars = figure.add_subplot(grid[1, 1], sharey=cells)
-    _draw_cells(cells, layers)
-    _draw_totals(totals, layers)
-    _draw_bars(bars, layers)
+    _draw_bars(bars, layers, with_labels=ranks == 1)
     figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=11)
     figure.savefig(Path(path))
 
 
-def _draw_cells(axes: Any, layers: Layers) -> None:
+def _draw_cells(figure: Any, axes: Any, layers: Layers) -> None:
     shares = _shares(layers)
-    axes.imshow(np.ma.masked_equal(shares, 0), cmap="cividis_r", vmin=0, vmax=1, aspect="auto")
-    axes.set_yticks(range(len(layers.rows)), [short(row.label, LABEL_LETTERS) for row in layers.rows])
+    most = float(shares.max(initial=0.01))
+    image = axes.imshow(np.ma.masked_equal(shares, 0), cmap=MAP, vmin=0, vmax=most, aspect="auto")
+    _label_rows(axes, layers)
     step = -(-len(layers.ranks) // MOST_TICKS)
     axes.set_xticks(range(0, len(layers.ranks), step), layers.ranks[::step])
     axes.tick_params(length=0, labelsize=8, colors=INK)
@@ -71,10 +78,19 @@ def _draw_cells(axes: Any, layers: Layers) -> None:
         for (y, x), share in np.ndenumerate(shares):
             if share:
                 shown = f"{share:.0%}" if share >= 0.005 else "<1%"
-                ink = "white" if share > 0.5 else INK
+                ink = "white" if share > 0.55 * most else INK
                 axes.text(x, y, shown, ha="center", va="center", fontsize=7, color=ink)
+    else:
+        scale = figure.colorbar(image, ax=axes, location="bottom", aspect=40, fraction=0.05)
+        scale.ax.xaxis.set_major_formatter(lambda share, _: f"{share:.3g}" if most < 0.01 else f"{share:.0%}")
+        scale.ax.tick_params(labelsize=8, colors=INK)
+        scale.outline.set_visible(False)
     for spine in axes.spines.values():
         spine.set_visible(False)
+
+
+def _label_rows(axes: Any, layers: Layers) -> None:
+    axes.set_yticks(range(len(layers.rows)), [short(row.label, LABEL_LETTERS) for row in layers.rows])
 
 
 def _draw_totals(axes: Any, layers: Layers) -> None:
@@ -87,7 +103,7 @@ def _draw_totals(axes: Any, layers: Layers) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _draw_bars(axes: Any, layers: Layers) -> None:
+def _draw_bars(axes: Any, layers: Layers, with_labels: bool) -> None:
     at = np.zeros(len(layers.rows))
     palette = colours(layers, COLOURS, GREY)
     for kind in layers.kinds:
@@ -96,9 +112,11 @@ def _draw_bars(axes: Any, layers: Layers) -> None:
         at += wide
     for y, row in enumerate(layers.rows):
         axes.annotate(size(row.nbytes), (at[y], y), (4, 0), textcoords="offset points", va="center", fontsize=8, color=INK)  # fmt: skip
-    axes.tick_params(length=0, labelleft=False, labelbottom=False)
+    if with_labels:
+        _label_rows(axes, layers)
+    axes.tick_params(length=0, labelleft=with_labels, labelbottom=False, labelsize=8, colors=INK)
     axes.set_xlim(0, max(1.0, float(at.max(initial=0))) * 1.14)
-    axes.set_xlabel("size", color=INK, fontsize=9)
+    axes.set_ylim(max(1, len(layers.rows)) - 0.5, -0.5)
     axes.spines[["top", "right", "bottom"]].set_visible(False)
     if layers.kinds:
         axes.legend(frameon=False, fontsize=8, ncols=min(6, len(layers.kinds)), loc="lower left", bbox_to_anchor=(0, 1))  # fmt: skip

@@ -14,7 +14,7 @@ import xxhash
 from farstep.checkpoint.manifest import BLOCK_BYTES, MANIFEST, Boxes, File, Manifest, data_file, is_ours
 from farstep.checkpoint.memory import bytes_of
 from farstep.checkpoint.storage import Storage
-from farstep.checkpoint.tools.contents import contents_of, opened, storage_at
+from farstep.checkpoint.tools.contents import contents_of, opened_own, storage_at
 from farstep.checkpoint.tools.streaming import Piece, batches, fetched, one_ahead
 from farstep.checkpoint.writing import Progress, Tally, Write, header
 from farstep.errors import CheckpointError, DamagedCheckpoint
@@ -43,11 +43,11 @@ def reshard(
     """
     if ranks < 1:
         raise ValueError(f"a checkpoint is saved by at least one rank, not {ranks}")
-    source, manifest = opened(path, storage_options)
+    source, manifest = opened_own(path, storage_options)
     into = storage_at(target, storage_options)
     if not overwrite and MANIFEST in into.names():
         raise CheckpointError(
-            f"there is a checkpoint in {into} already: give another directory, or let it be replaced with overwrite=True (--overwrite)"
+            f"there is a checkpoint in {into} already: give another directory, or let it be replaced with overwrite=True"
         )
     parts = _shared_out(manifest, ranks)
     into.prepare()

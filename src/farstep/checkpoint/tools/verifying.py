@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from farstep.checkpoint.loading import manifest_of
 from farstep.checkpoint.manifest import MANIFEST, Manifest, is_ours
 from farstep.checkpoint.storage import Storage, StoredFile
-from farstep.checkpoint.tools.contents import box_of, contents_of, opened, storage_at
+from farstep.checkpoint.tools.contents import box_of, contents_of, opened_own, storage_at
 from farstep.checkpoint.tools.headers import header_damages
 from farstep.checkpoint.writing import Progress, Tally
 from farstep.errors import CheckpointError, DamagedCheckpoint
@@ -86,7 +85,7 @@ def examine(
     """What `verify` is made of."""
     storage = storage_at(path, storage_options)
     try:
-        storage, manifest = opened(storage)
+        storage, manifest = opened_own(storage)
     except DamagedCheckpoint as exc:
         return Examined(None, [_of_manifest(str(exc).removeprefix(f"{storage}: "))], [])
     damages = _of_tree(manifest)
@@ -94,7 +93,7 @@ def examine(
     _run(_units(manifest, files), manifest, progress, threads or storage.threads)
     for file in files:
         damages += file.damages()
-    if damages and manifest_of(storage).save != manifest.save:
+    if damages and opened_own(storage)[1].save != manifest.save:
         raise CheckpointError(
             f"a new checkpoint was saved in {storage} meanwhile, so this says nothing of it: verify it again"
         )
