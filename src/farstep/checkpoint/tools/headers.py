@@ -47,10 +47,9 @@ def header_damages(
 def _compared(
     manifest: Manifest, rows: Ints, found: dict[str, Any], begin: int
 ) -> Iterator[tuple[int | None, str]]:
-    metadata = found.pop("__metadata__", None)
-    save = metadata.get("farstep") if isinstance(metadata, dict) else None
-    if save != manifest.save:
-        yield None, f"its header is of the save {_text(save)}, not {manifest.save}"
+    metadata, wanted = found.pop("__metadata__", None), {"format": "pt", "farstep": manifest.save}
+    if metadata != wanted:
+        yield None, f"its header says of itself {_text(metadata)}, and is to say {_text(wanted)}"
     for row in rows.tolist():
         name, entry = _entry(manifest, row, begin)
         if name not in found:

@@ -68,8 +68,8 @@ def _columns(manifest: Manifest) -> tuple[Ints, list[str]]:
     count = max([manifest.ranks, *(file.rank + 1 for file in manifest.files)])
     step = -(-count // _MOST_RANKS)
     columns: Ints = np.arange(count, dtype=np.int64) // step
-    firsts = range(0, count, step)
-    return columns, [ranges(range(first, min(first + step, count))) for first in firsts]
+    ends = [(first, min(first + step, count) - 1) for first in range(0, count, step)]
+    return columns, [f"{first}" if first == last else f"{first}-{last}" for first, last in ends]
 
 
 # -- what belongs to which layer --------------------------------------------------------------------------

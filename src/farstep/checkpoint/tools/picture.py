@@ -5,6 +5,7 @@ matplotlib is asked for only here: it comes with `pip install 'farstep[plot]'`.
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ def _draw_cells(figure: Any, axes: Any, layers: Layers) -> None:
                 axes.text(x, y, shown, ha="center", va="center", fontsize=7, color=ink)
     else:
         scale = figure.colorbar(image, ax=axes, location="bottom", aspect=40, fraction=0.05)
-        scale.ax.xaxis.set_major_formatter(lambda share, _: f"{share:.3g}" if most < 0.01 else f"{share:.0%}")
+        scale.ax.xaxis.set_major_formatter(lambda share, _: f"{100 * share:.2g}%")
         scale.ax.tick_params(labelsize=8, colors=INK)
         scale.outline.set_visible(False)
     for spine in axes.spines.values():
@@ -139,8 +140,10 @@ def text_picture(layers: Layers, width: int) -> list[RenderableType]:
     labels = min(LABEL_LETTERS, max((len(row.label) for row in layers.rows), default=0))
     room = max(10, min(width, 120) - labels - (max(ranks, 10) if is_shown else 0) - 20)
     largest = max((row.nbytes for row in layers.rows), default=0) or 1
-    for row, shares in zip(layers.rows, _shares(layers), strict=True):
-        letters = "".join(SHADES[0 if not share else min(4, 1 + int(share * 4))] for share in shares)
+    found = _shares(layers)
+    most = float(found.max(initial=0.0)) or 1.0
+    for row, shares in zip(layers.rows, found, strict=True):
+        letters = "".join(SHADES[math.ceil(4 * share / most)] for share in shares.tolist())
         bar, done, at = Text(), 0, 0
         for kind in layers.kinds:
             at += row.by_kind[kind]

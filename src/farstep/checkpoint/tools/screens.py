@@ -48,12 +48,10 @@ def overview(manifest: Manifest, where: str) -> RenderableType:
     text.append(
         f"\n{size(manifest.nbytes)} in {count(len(manifest.tensors), 'tensor')}, {count(boxes, 'box', 'boxes')}, "
         f"{count(len(manifest.files), 'file')}; saved by {count(manifest.ranks, 'rank')}"
-        + (f", of which {writers} wrote" if writers != manifest.ranks else "")
-        + f"; save {manifest.save}",
+        + (f", of which {writers} wrote" if writers != manifest.ranks else ""),
         style="not bold",
     )
-    if dtypes:
-        text.append(f"\n{kinds}", style="not bold dim")
+    text.append(f"\n{kinds}{'; ' if kinds else ''}save {manifest.save}", style="not bold dim")
     return text
 
 
@@ -148,13 +146,14 @@ def _box_rows(leaf: Leaf, manifest: Manifest, guide: str) -> Iterator[_Row]:
 
 def _wrapped(row: _Row, width: int) -> Text:
     """The label, on as many lines as it needs, with the guide before each."""
-    room = max(8, width - len(row.first))
-    text = Text(row.first, style="dim")
-    for number, start in enumerate(range(0, max(1, len(row.label)), room)):
-        if number:
-            text.append(f"\n{row.more}", style="dim")
-        text.append_text(row.label[start : start + room])
-    return text
+    room = max(8, width - max(len(row.first), len(row.more)))
+    text, rest = Text(row.first, style="dim"), row.label
+    while len(rest) > room:
+        at = max(rest.plain.rfind(mark, 0, room) for mark in " .") + 1
+        at = at if at > room // 2 else room
+        text.append_text(rest[:at]).append(f"\n{row.more}", style="dim")
+        rest = rest[at:]
+    return text.append_text(rest)
 
 
 def ranks_table(manifest: Manifest) -> RenderableType:

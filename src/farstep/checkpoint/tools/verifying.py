@@ -6,6 +6,7 @@ Unlike a load it does not stop at the first damage, and needs no memory but a fe
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from farstep.state.sweep import Ints
 __all__ = ["Damage", "Examined", "examine", "verify"]
 
 _BUFFER_BYTES = 8 << 20
+_CHANGED = "has other bytes than were saved"
 
 
 @dataclass(frozen=True)
@@ -267,29 +269,30 @@ class _File:
         self._file = None
 
     def _check_blocks(self, blocks: Sequence[int], buffer: memoryview) -> None:
-        at, nbytes = self.blocks.at, self.blocks.nbytes
-        there = [each for each in blocks if int(at[each]) + int(nbytes[each]) <= self._nbytes]
-        for each in blocks[len(there) :]:
+        begins: list[int] = self.blocks.at[blocks].tolist()
+        ends: list[int] = (self.blocks.at[blocks] + self.blocks.nbytes[blocks]).tolist()
+        there = bisect_right(ends, self._nbytes)
+        for each in blocks[there:]:
             self._note(each, "short", "the file ends before it")
         if not there:
             return
-        begin = int(at[there[0]])
-        span = int(at[there[-1]]) + int(nbytes[there[-1]]) - begin
-        if span > len(buffer):  # one block, of another size than ours
-            self._check_large(there[0], buffer)
-            return
+        first = begins[0]
         try:
-            if self._read(begin, buffer[:span]):
-                for each in there:
-                    start = int(at[each]) - begin
-                    self._compare(each, xxhash.xxh3_64_intdigest(buffer[start : start + int(nbytes[each])]))
+            # More than fits is one block, of a size that is not ours.
+            if ends[there - 1] - first <= len(buffer) and self._read(
+                first, buffer[: ends[there - 1] - first]
+            ):
+                wanted: list[int] = self._manifest.checksums[blocks].tolist()
+                for each, begin, end, checksum in zip(blocks[:there], begins, ends, wanted, strict=False):
+                    if xxhash.xxh3_64_intdigest(buffer[begin - first : end - first]) != checksum:
+                        self._note(each, "changed", _CHANGED)
                 return
         except Exception:
             pass  # one by one, to find out which
-        for each in there:
-            self._check_large(each, buffer)
+        for each in blocks[:there]:
+            self._check_one(each, buffer)
 
-    def _check_large(self, block: int, buffer: memoryview) -> None:
+    def _check_one(self, block: int, buffer: memoryview) -> None:
         """Piece by piece."""
         digest = xxhash.xxh3_64()
         at, end = int(self.blocks.at[block]), int(self.blocks.at[block] + self.blocks.nbytes[block])
@@ -302,15 +305,12 @@ class _File:
                 at += piece.nbytes
         except Exception as exc:
             return self._note(block, "unreadable", _words(exc))
-        self._compare(block, digest.intdigest())
+        if digest.intdigest() != int(self._manifest.checksums[block]):
+            self._note(block, "changed", _CHANGED)
 
     def _read(self, at: int, into: memoryview) -> bool:
         assert self._file is not None
         return self._file.read_into(at, into) == into.nbytes
-
-    def _compare(self, block: int, checksum: int) -> None:
-        if checksum != int(self._manifest.checksums[block]):
-            self._note(block, "changed", "has other bytes than were saved")
 
     def _note(self, block: int, kind: str, what: str) -> None:
         begin = int(self.blocks.at[block])
