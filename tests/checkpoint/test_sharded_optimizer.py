@@ -319,7 +319,7 @@ def test_two_dimensions_of_sharded_tensors(four, tmp_path):
 def refusals(folder: str) -> None:
     each = Fsdp2(seed=1)
     parameters = each.model.state_dict()
-    with pytest.raises(CheckpointMismatch, match="no 'optimizer' at its top: it has .*'optim'"):
+    with pytest.raises(CheckpointMismatch, match=r"no 'optimizer' at its top: it has .*'optim'"):
         load_sharded_optimizer_state_dict(parameters, "optimizer", f"{folder}/Fsdp2")
     with pytest.raises(CheckpointMismatch, match="load_optimizer takes those"):
         load_sharded_optimizer_state_dict(parameters, "optim", f"{folder}/numbered")
