@@ -118,7 +118,9 @@ def loaded(source: BinaryIO | Path, **options: Any) -> Any:
     try:
         return torch.load(source, map_location="cpu", weights_only=True, **options)
     except Exception as exc:
-        found = re.search(r"WeightsUnpickler error: ([^\n]*)", str(exc)) or re.search(r"([^\n]+)", str(exc))
+        found = re.search(r"([^\n]*(?:GLOBAL |WeightsUnpickler error)[^\n]*)", str(exc)) or re.search(
+            r"([^\n]+)", str(exc)
+        )
         said = found[1][:300] if found else type(exc).__name__
         raise Refused(
             f"torch.load(weights_only=True), which builds tensors and plain values alone, says: {said}"
