@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import save as save_by_dcp
 
 from checkpoint.states import everything, same
 from farstep import checkpoint
+from farstep.checkpoint import archives as of_archives
 from farstep.checkpoint import convert, load, read, save
 from farstep.checkpoint import writing as of_writing
 from farstep.errors import CheckpointError, CheckpointMismatch, DamagedCheckpoint, NoCheckpoint
@@ -139,6 +140,18 @@ def test_shards_in_safetensors_are_put_together(tmp_path):
     (tmp_path / "shard-00000-model.safetensors").unlink()
     with pytest.raises(DamagedCheckpoint, match="'w'"):
         read(tmp_path)
+
+
+def test_files_in_a_zip_that_may_be_large(tmp_path, monkeypatch):
+    monkeypatch.setattr(of_archives, "_LARGE_BYTES", 0)
+    state = everything()
+    save(state, tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "x.pt")
+    convert(tmp_path / "ours", tmp_path / "dcp", to="dcp")
+    found = torch.load(tmp_path / "x.pt", mmap=True)
+    same(found, state)
+    same(read(tmp_path / "dcp"), state)
+    assert all(t.untyped_storage().data_ptr() % 64 == 0 for t in found["model"].values() if t.numel())
 
 
 def test_a_file_of_the_old_torch_save(tmp_path):

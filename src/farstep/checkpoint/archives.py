@@ -26,6 +26,8 @@ __all__ = ["Handle", "Place", "Range", "check_archive", "loaded", "place_of", "p
 
 _MOST_PICKLE_BYTES = 64 << 20
 _ALIGNMENT = 64
+_LARGE_BYTES = 1 << 30
+"""From here on the sizes of a file in a zip are written with 8 bytes."""
 
 
 class Range(io.RawIOBase):
@@ -296,7 +298,7 @@ def write_archive(write: Callable[[Sequence[Buffer]], None], value: Any) -> int:
 def _add(archive: zipfile.ZipFile, stream: _Stream, name: str, nbytes: int, blocks: Iterable[Buffer]) -> None:
     info = zipfile.ZipInfo(f"archive/{name}")
     info.file_size = nbytes
-    is_large = nbytes >= 1 << 30
+    is_large = nbytes >= _LARGE_BYTES
     head = 30 + len(info.filename) + 20 * is_large + 4
     info.extra = b"FB" + struct.pack("<H", pad := -(stream.written + head) % _ALIGNMENT) + b"Z" * pad
     with archive.open(info, "w", force_zip64=is_large) as file:

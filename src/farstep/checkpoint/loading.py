@@ -10,12 +10,12 @@ from farstep.checkpoint.filling import Filling, Report, fresh_state
 from farstep.checkpoint.ranks import Ranks
 from farstep.checkpoint.reading import read_into, reads_for
 from farstep.checkpoint.renaming import Rename
-from farstep.checkpoint.sources import opened_by_all, source_of
+from farstep.checkpoint.sources import manifest_of, opened_by_all, source_of
 from farstep.checkpoint.storage import Storage, storage_of
 from farstep.checkpoint.writing import Progress
 from farstep.state.adapters.ranks import Group
 
-__all__ = ["load", "read"]
+__all__ = ["load", "manifest_of", "read"]
 
 
 def load(

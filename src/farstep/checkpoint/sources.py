@@ -20,7 +20,7 @@ from farstep.checkpoint.writing import Tally
 from farstep.errors import CheckpointError, NoCheckpoint
 from farstep.state import Box
 
-__all__ = ["Source", "StoredTensor", "format_of", "opened_by_all", "source_of"]
+__all__ = ["Source", "StoredTensor", "format_of", "manifest_of", "opened_by_all", "source_of"]
 
 _ZIP = b"PK\x03\x04"
 
@@ -49,6 +49,16 @@ def format_of(storage: Storage) -> str:
     raise NoCheckpoint(
         f"there is no checkpoint in {storage}: it has no {MANIFEST}, which a save puts there when all is written, and is none of DCP or safetensors{hint}"
     )
+
+
+def manifest_of(storage: Storage) -> Manifest:
+    """Of a checkpoint of ours. Raises NoCheckpoint or DamagedCheckpoint."""
+    try:
+        return Manifest.decode(storage.read(MANIFEST), str(storage))
+    except FileNotFoundError:
+        raise NoCheckpoint(
+            f"there is no checkpoint in {storage}: it has no {MANIFEST}, which a save puts there when all is written"
+        ) from None
 
 
 def source_of(storage: Storage, verify: bool = True) -> tuple[Storage, Manifest]:
