@@ -4,8 +4,10 @@ from farstep.checkpoint.convert import FORMATS, Converted, convert, save_dcp
 from farstep.checkpoint.filling import Report
 from farstep.checkpoint.loading import load, read
 from farstep.checkpoint.local_disk import LocalDisk
+from farstep.checkpoint.optimizers import load_optimizer
 from farstep.checkpoint.remote import RemoteStorage
 from farstep.checkpoint.saving import save
+from farstep.checkpoint.sharded_optimizers import load_sharded_optimizer_state_dict
 from farstep.checkpoint.storage import NewFile, Storage, StoredFile
 from farstep.checkpoint.tree import PerRank
 
@@ -21,6 +23,8 @@ __all__ = [
     "StoredFile",
     "convert",
     "load",
+    "load_optimizer",
+    "load_sharded_optimizer_state_dict",
     "read",
     "save",
     "save_dcp",

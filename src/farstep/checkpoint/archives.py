@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import struct
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
@@ -20,10 +22,12 @@ from farstep.checkpoint.dtypes import dtype_named
 from farstep.checkpoint.pickles import Call, Refused, unpickled
 from farstep.checkpoint.storage import Buffer, StoredFile
 
-__all__ = ["Handle", "Place", "Range", "place_of", "plain_value", "write_archive"]
+__all__ = ["Handle", "Place", "Range", "check_archive", "loaded", "place_of", "plain_value", "write_archive"]
 
 _MOST_PICKLE_BYTES = 64 << 20
 _ALIGNMENT = 64
+_LARGE_BYTES = 1 << 30
+"""From here on the sizes of a file in a zip are written with 8 bytes."""
 
 
 class Range(io.RawIOBase):
@@ -83,8 +87,9 @@ def place_of(source: Range, base: int, shape: Sequence[int], dtype: torch.dtype)
     None for others, which torch is to load. Raises Refused for what is no archive.
     """
     archive = _Archive(source)
+    pickled = archive.read("data.pkl")
     try:
-        found = unpickled(archive.read("data.pkl"), _tensor_names, _storage_of)
+        found = unpickled(pickled, _tensor_names, _storage_of)
     except Refused:
         return None  # perhaps a tensor of another class
     if type(found) is not _Tensor or not archive.is_little_endian:
@@ -110,6 +115,25 @@ def plain_value(source: Range) -> Any:
     return unpickled(_Archive(source).read("data.pkl"), _value_names)
 
 
+def loaded(source: BinaryIO | Path, **options: Any) -> Any:
+    """By torch, which builds tensors and plain values alone. Raises Refused, which says what it would not build."""
+    try:
+        return torch.load(source, map_location="cpu", weights_only=True, **options)
+    except Exception as exc:
+        found = re.search(r"([^\n]*(?:GLOBAL |WeightsUnpickler error)[^\n]*)", str(exc)) or re.search(
+            r"([^\n]+)", str(exc)
+        )
+        said = found[1][:300] if found else type(exc).__name__
+        raise Refused(
+            f"torch.load(weights_only=True), which builds tensors and plain values alone, says: {said}"
+        ) from None
+
+
+def check_archive(source: Range) -> None:
+    """Nothing in it is compressed, so that it has no more than it seems to have. Raises Refused."""
+    _Archive(source).check()
+
+
 class _Archive:
     def __init__(self, source: Range) -> None:
         try:
@@ -121,6 +145,11 @@ class _Archive:
         if head is None:
             raise Refused("it is no file of torch.save")
         self._prefix = head.removesuffix("data.pkl")
+
+    def check(self) -> None:
+        for info in self._zip.infolist():
+            if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+                raise Refused(f"its {info.filename[:100]!r} is compressed, which torch.save does not do")
 
     @property
     def is_little_endian(self) -> bool:
@@ -269,7 +298,7 @@ def write_archive(write: Callable[[Sequence[Buffer]], None], value: Any) -> int:
 def _add(archive: zipfile.ZipFile, stream: _Stream, name: str, nbytes: int, blocks: Iterable[Buffer]) -> None:
     info = zipfile.ZipInfo(f"archive/{name}")
     info.file_size = nbytes
-    is_large = nbytes >= 1 << 30
+    is_large = nbytes >= _LARGE_BYTES
     head = 30 + len(info.filename) + 20 * is_large + 4
     info.extra = b"FB" + struct.pack("<H", pad := -(stream.written + head) % _ALIGNMENT) + b"Z" * pad
     with archive.open(info, "w", force_zip64=is_large) as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from farstep.checkpoint.archives import Range, check_archive, loaded
 from farstep.checkpoint.collecting import collected
 from farstep.checkpoint.dcp import check_extent
 from farstep.checkpoint.dtypes import name_of
@@ -151,21 +153,19 @@ def content_of_state(state: Any) -> Content:
 
 
 def _of_torch(storage: LocalDisk) -> Content:
+    path = storage.path
+    size = path.stat().st_size
     try:
-        try:
-            value = torch.load(storage.path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError as exc:
-            if "mmap can only be used with files saved with" not in str(exc):
-                raise
-            value = torch.load(storage.path, map_location="cpu", weights_only=True)  # of torch before 1.6
-        check_extent(value, storage.path.stat().st_size)
+        if is_zip := zipfile.is_zipfile(path):
+            file = LocalDisk(path.parent).open(path.name)
+            try:
+                check_archive(Range(file, 0, size))
+            finally:
+                file.close()
+        value = loaded(path, mmap=is_zip)  # files of torch before 1.6 are no zips, and read whole
+        check_extent(value, size)
     except Refused as exc:
         raise CheckpointError(f"{storage} is refused: {exc}") from None
-    except Exception as exc:
-        said = str(exc).replace("\n", " ")[:400]
-        raise CheckpointError(
-            f"{storage} cannot be loaded by torch.load(weights_only=True), which builds tensors and plain values alone: {said}"
-        ) from None
     if not isinstance(value, Mapping):
         raise CheckpointError(f"{storage} has a {type(value).__name__}, and no dict of what is saved")
     content = content_of_state(value)

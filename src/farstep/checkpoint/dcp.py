@@ -16,7 +16,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from farstep.checkpoint.archives import Range, place_of, plain_value
+from farstep.checkpoint.archives import Range, check_archive, loaded, place_of, plain_value
 from farstep.checkpoint.collecting import collected
 from farstep.checkpoint.dcp_metadata import METADATA, Metadata, Stored, metadata_of
 from farstep.checkpoint.items import Item, Items, Located, made_manifest
@@ -172,17 +172,11 @@ class _Opening:
 
 
 def _loaded(file: StoredFile, stored: Stored) -> Any:
-    """By torch, which builds tensors and plain values alone. Raises Refused."""
-    data = bytearray(stored.length)
-    if file.read_into(stored.begin, memoryview(data)) != stored.length:
-        raise Refused(f"the {stored.length} bytes from {stored.begin} on are cut off")
-    try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as exc:
-        said = str(exc).partition("\n")[0][:300]
-        raise Refused(
-            f"the {stored.length} bytes from {stored.begin} on are no value that may be loaded: {said}"
-        ) from None
+    """By torch. Raises Refused."""
+    source = Range(file, stored.begin, stored.length)
+    check_archive(source)
+    source.seek(0)
+    return loaded(io.BytesIO(source.read()))
 
 
 def check_extent(value: Any, nbytes: int) -> None:

@@ -10,13 +10,12 @@ from farstep.checkpoint.filling import Filling, Report, fresh_state
 from farstep.checkpoint.ranks import Ranks
 from farstep.checkpoint.reading import read_into, reads_for
 from farstep.checkpoint.renaming import Rename
-from farstep.checkpoint.sources import source_of
+from farstep.checkpoint.sources import manifest_of, opened_by_all, source_of
 from farstep.checkpoint.storage import Storage, storage_of
 from farstep.checkpoint.writing import Progress
-from farstep.errors import CheckpointError
 from farstep.state.adapters.ranks import Group
 
-__all__ = ["load", "read"]
+__all__ = ["load", "manifest_of", "read"]
 
 
 def load(
@@ -48,19 +47,9 @@ def load(
     CheckpointMismatch, and anything else that is found before reading, changes nothing. After DamagedCheckpoint tensors may be partly
     written, on all ranks.
     """
-    storage = storage_of(path, storage_options)
     ranks = Ranks(group, no_dist)
+    storage, manifest = opened_by_all(storage_of(path, storage_options), ranks, verify)
     doing = f"loading from {storage}"
-    manifest, error = None, None
-    try:
-        storage, manifest = source_of(storage, verify)
-    except Exception as exc:
-        error = exc
-    if not ranks.agree(error, doing, manifest.save.encode() if manifest is not None else b""):
-        raise CheckpointError(
-            f"{doing}: a new checkpoint was saved there meanwhile, and the ranks have read different ones. Load again"
-        )
-    assert manifest is not None
     filling: Filling | None = None
     with ranks.all_or_none(doing):
         filling = Filling(storage, manifest, ranks, strict, convert_dtype, rename)

@@ -108,7 +108,9 @@ class _NewFile(NewFile):
         free = disk.f_bavail * disk.f_frsize
         if disk.f_blocks and nbytes > free:
             self.abandon()
-            raise OSError(errno.ENOSPC, f"{nbytes:,} bytes are to be written and {free:,} are free", str(path))
+            raise OSError(
+                errno.ENOSPC, f"{nbytes:,} bytes are to be written and {free:,} are free", str(path)
+            )
 
     def write(self, buffers: Sequence[Buffer]) -> None:
         for first in range(0, len(buffers), _MOST_BUFFERS):

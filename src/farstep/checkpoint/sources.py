@@ -13,13 +13,14 @@ from farstep.checkpoint.dcp import METADATA, open_dcp
 from farstep.checkpoint.huggingface import INDEX, open_safetensors
 from farstep.checkpoint.local_disk import LocalDisk
 from farstep.checkpoint.manifest import MANIFEST, Manifest, is_ours
+from farstep.checkpoint.ranks import Ranks
 from farstep.checkpoint.reading import Files, Read, Reader, planned
 from farstep.checkpoint.storage import Storage
 from farstep.checkpoint.writing import Tally
 from farstep.errors import CheckpointError, NoCheckpoint
 from farstep.state import Box
 
-__all__ = ["Source", "StoredTensor", "format_of", "source_of"]
+__all__ = ["Source", "StoredTensor", "format_of", "manifest_of", "opened_by_all", "source_of"]
 
 _ZIP = b"PK\x03\x04"
 
@@ -50,6 +51,16 @@ def format_of(storage: Storage) -> str:
     )
 
 
+def manifest_of(storage: Storage) -> Manifest:
+    """Of a checkpoint of ours. Raises NoCheckpoint or DamagedCheckpoint."""
+    try:
+        return Manifest.decode(storage.read(MANIFEST), str(storage))
+    except FileNotFoundError:
+        raise NoCheckpoint(
+            f"there is no checkpoint in {storage}: it has no {MANIFEST}, which a save puts there when all is written"
+        ) from None
+
+
 def source_of(storage: Storage, verify: bool = True) -> tuple[Storage, Manifest]:
     """A storage and a manifest to read a checkpoint by, of whatever format. Raises NoCheckpoint, DamagedCheckpoint."""
     try:  # most are ours: one read tells
@@ -68,6 +79,23 @@ def source_of(storage: Storage, verify: bool = True) -> tuple[Storage, Manifest]
     items, manifest = open_dcp(storage)
     items.verify = verify
     return items, manifest
+
+
+def opened_by_all(storage: Storage, ranks: Ranks, verify: bool) -> tuple[Storage, Manifest]:
+    """The same checkpoint on all ranks, or an error on all."""
+    found: tuple[Storage, Manifest] | None = None
+    error: Exception | None = None
+    try:
+        found = source_of(storage, verify)
+    except Exception as exc:
+        error = exc
+    doing = f"loading from {storage}"
+    if not ranks.agree(error, doing, found[1].save.encode() if found is not None else b""):
+        raise CheckpointError(
+            f"{doing}: a new checkpoint was saved there meanwhile, and the ranks have read different ones. Load again"
+        )
+    assert found is not None
+    return found
 
 
 class Source:
