@@ -1,14 +1,19 @@
 """Checkpoints: state that is whole or absent, verified, and loads on any number of ranks."""
 
+from farstep.checkpoint.convert import FORMATS, Converted, convert, save_dcp
 from farstep.checkpoint.filling import Report
 from farstep.checkpoint.loading import load, read
 from farstep.checkpoint.local_disk import LocalDisk
+from farstep.checkpoint.optimizers import load_optimizer
 from farstep.checkpoint.remote import RemoteStorage
 from farstep.checkpoint.saving import save
+from farstep.checkpoint.sharded_optimizers import load_sharded_optimizer_state_dict
 from farstep.checkpoint.storage import NewFile, Storage, StoredFile
 from farstep.checkpoint.tree import PerRank
 
 __all__ = [
+    "FORMATS",
+    "Converted",
     "LocalDisk",
     "NewFile",
     "PerRank",
@@ -16,7 +21,11 @@ __all__ = [
     "Report",
     "Storage",
     "StoredFile",
+    "convert",
     "load",
+    "load_optimizer",
+    "load_sharded_optimizer_state_dict",
     "read",
     "save",
+    "save_dcp",
 ]

@@ -28,7 +28,7 @@ from farstep.errors import CheckpointError, DamagedCheckpoint
 from farstep.state import Layout, Shards, Spread
 from farstep.state.adapters.ranks import Group
 
-__all__ = ["Draft", "drafted", "save", "written"]
+__all__ = ["Draft", "begun", "drafted", "save", "written"]
 
 _COMPARED_BYTES = 64 << 10
 
@@ -79,6 +79,21 @@ def drafted(state: Any, storage: Storage, ranks: Ranks, stack: ExitStack) -> Dra
     with ranks.all_or_none(doing):
         found = collected(state, ranks)
     tree, spreads = _agreed(found, ranks, doing)
+    writes = shared_out(Layout(spreads), found.tensors, ranks.rank)
+    tensors = {name: TensorInfo(spread.dtype, spread.shape) for name, spread in spreads.items()}
+    return begun(storage, ranks, tree, tensors, writes, stack)
+
+
+def begun(
+    storage: Storage,
+    ranks: Ranks,
+    tree: Any,
+    tensors: dict[str, TensorInfo],
+    writes: Sequence[Write],
+    stack: ExitStack,
+) -> Draft:
+    """Take the directory for a save, until the stack ends."""
+    doing = f"saving into {storage}"
     save = secrets.token_hex(8)
     old: list[str] = []
     with ranks.all_or_none(doing):
@@ -87,8 +102,6 @@ def drafted(state: Any, storage: Storage, ranks: Ranks, stack: ExitStack) -> Dra
             stack.enter_context(storage.sole_writer())
             old = _cleaned(storage)
     save = ranks.from_first(save)
-    writes = shared_out(Layout(spreads), found.tensors, ranks.rank)
-    tensors = {name: TensorInfo(spread.dtype, spread.shape) for name, spread in spreads.items()}
     return Draft(storage, ranks, save, tree, tensors, writes, old)
 
 

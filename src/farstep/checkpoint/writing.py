@@ -27,7 +27,7 @@ from farstep.state import Box, Layout, Shards
 from farstep.state.messages import pieces
 from farstep.state.sweep import Ints
 
-__all__ = ["Part", "Progress", "Tally", "Write", "shared_out", "write_part"]
+__all__ = ["Part", "Progress", "Tally", "Write", "blocks_of", "header", "shared_out", "write_part"]
 
 Progress = Callable[[int, int], None]
 _REPLICA_BYTES = 64 << 20
@@ -190,17 +190,17 @@ def _write_file(
     """Returns its size, where each box is, and all checksums."""
     sizes = np.array([each.tensor.nbytes for each in writes], dtype=np.int64)
     ends = np.cumsum(sizes)
-    header = _header(save, writes, ends)
+    begin = header(save, writes, ends)
     checksums: list[int] = []
-    file = storage.create(name, len(header) + int(ends[-1]))
+    file = storage.create(name, len(begin) + int(ends[-1]))
     try:
-        file.write([memoryview(header)])
+        file.write([memoryview(begin)])
         _write_boxes(file, writes, checksums, tally, stop)
         file.finish()
     except BaseException:
         file.abandon()
         raise
-    return len(header) + int(ends[-1]), len(header) + ends - sizes, checksums
+    return len(begin) + int(ends[-1]), len(begin) + ends - sizes, checksums
 
 
 def _write_boxes(file: NewFile, writes: Sequence[Write], checksums: list[int], tally: Tally, stop: Event) -> None:  # fmt: skip
@@ -211,7 +211,7 @@ def _write_boxes(file: NewFile, writes: Sequence[Write], checksums: list[int], t
     for write in writes:
         if stop.is_set():
             return  # another file has failed
-        for data in _blocks(write.tensor):
+        for data in blocks_of(write.tensor):
             checksums.append(digest(data))
             waiting.append(data)
             nbytes += data.nbytes
@@ -223,7 +223,7 @@ def _write_boxes(file: NewFile, writes: Sequence[Write], checksums: list[int], t
     tally.add(nbytes)
 
 
-def _blocks(tensor: Tensor) -> Iterator[Buffer]:
+def blocks_of(tensor: Tensor) -> Iterator[Buffer]:
     """The bytes of a tensor, row by row, in blocks."""
     rest: bytes | Buffer = b""
     for data in _in_main_memory(tensor):
@@ -245,7 +245,8 @@ def _in_main_memory(tensor: Tensor) -> Iterator[Buffer]:
         yield bytes_of(tensor[piece.slices].cpu().resolve_conj().resolve_neg().contiguous())
 
 
-def _header(save: str, writes: Sequence[Write], ends: Ints) -> bytes:
+def header(save: str, writes: Sequence[Write], ends: Ints) -> bytes:
+    """What a data file begins with. `ends` is where each box ends, after the header."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt", "farstep": save}}
     at = 0
     for write, end in zip(writes, ends.tolist(), strict=True):
