@@ -253,11 +253,10 @@ def header(save: str, writes: Sequence[Write], ends: Ints) -> bytes:
         kind, sizes = stored_as(write.tensor.dtype), list(write.box.sizes)
         if kind is None:
             kind, sizes = "U8", [end - at]
-        entries[write.name if write.is_whole else f"{write.name}{write.box}"] = {
-            "dtype": kind,
-            "shape": sizes,
-            "data_offsets": [at, end],
-        }
+        name = write.name if write.is_whole else f"{write.name}{write.box}"
+        while name in entries:  # a tensor may be called as a box of another is, or "__metadata__"
+            name += "'"
+        entries[name] = {"dtype": kind, "shape": sizes, "data_offsets": [at, end]}
         at = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
