@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from threading import Event, Lock
@@ -27,7 +27,17 @@ from farstep.state import Box, Layout, Shards
 from farstep.state.messages import pieces
 from farstep.state.sweep import Ints
 
-__all__ = ["Part", "Progress", "Tally", "Write", "blocks_of", "header", "shared_out", "write_part"]
+__all__ = [
+    "Part",
+    "Progress",
+    "Tally",
+    "Write",
+    "blocks_of",
+    "header",
+    "name_apart",
+    "shared_out",
+    "write_part",
+]
 
 Progress = Callable[[int, int], None]
 _REPLICA_BYTES = 64 << 20
@@ -245,6 +255,13 @@ def _in_main_memory(tensor: Tensor) -> Iterator[Buffer]:
         yield bytes_of(tensor[piece.slices].cpu().resolve_conj().resolve_neg().contiguous())
 
 
+def name_apart(name: str, taken: Container[str]) -> str:
+    """A name that none of the others has: a tensor may be called as a box of another is, or "__metadata__"."""
+    while name in taken:
+        name += "'"
+    return name
+
+
 def header(save: str, writes: Sequence[Write], ends: Ints) -> bytes:
     """What a data file begins with. `ends` is where each box ends, after the header."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt", "farstep": save}}
@@ -253,9 +270,7 @@ def header(save: str, writes: Sequence[Write], ends: Ints) -> bytes:
         kind, sizes = stored_as(write.tensor.dtype), list(write.box.sizes)
         if kind is None:
             kind, sizes = "U8", [end - at]
-        name = write.name if write.is_whole else f"{write.name}{write.box}"
-        while name in entries:  # a tensor may be called as a box of another is, or "__metadata__"
-            name += "'"
+        name = name_apart(write.name if write.is_whole else f"{write.name}{write.box}", entries)
         entries[name] = {"dtype": kind, "shape": sizes, "data_offsets": [at, end]}
         at = end
     text = json.dumps(entries, separators=(",", ":")).encode()

@@ -11,6 +11,7 @@ from farstep.checkpoint.dtypes import stored_as
 from farstep.checkpoint.manifest import Manifest
 from farstep.checkpoint.storage import StoredFile
 from farstep.checkpoint.tools.contents import box_of
+from farstep.checkpoint.writing import name_apart
 from farstep.state.sweep import Ints
 
 __all__ = ["header_damages"]
@@ -50,8 +51,11 @@ def _compared(
     metadata, wanted = found.pop("__metadata__", None), {"format": "pt", "farstep": manifest.save}
     if metadata != wanted:
         yield None, f"its header says of itself {_text(metadata)}, and is to say {_text(wanted)}"
-    for row in rows.tolist():
+    taken = {"__metadata__"}
+    for row in sorted(rows.tolist(), key=lambda row: int(manifest.boxes.at[row])):  # as they were named
         name, entry = _entry(manifest, row, begin)
+        name = name_apart(name, taken)
+        taken.add(name)
         if name not in found:
             yield row, "is not in the file's header"
             continue
