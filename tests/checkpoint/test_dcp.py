@@ -150,6 +150,15 @@ def test_a_changed_byte_is_found_which_dcp_itself_does_not_notice(tmp_path):
     assert read(path, verify=False)["w"].shape == (50, 1000)
 
 
+def test_files_without_checksums_are_read(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        path = by_torch(everything(), tmp_path / "x")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    same(read(path), everything())
+
+
 def test_files_that_are_cut_off_or_missing(tmp_path):
     path = by_torch({"w": torch.ones(1000), "v": 3}, tmp_path / "x")
     file = tmp_path / "x" / "__0_0.distcp"

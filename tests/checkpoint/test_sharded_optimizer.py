@@ -25,6 +25,8 @@ from farstep.checkpoint import LocalDisk, load_optimizer, load_sharded_optimizer
 from farstep.errors import CheckpointError, CheckpointMismatch
 from farstep.state import shards_of
 
+pytestmark = pytest.mark.filterwarnings("ignore")
+
 
 class Alone(Trained):
     """In a process without any group."""

@@ -11,6 +11,7 @@ import pickle
 import re
 import struct
 import zipfile
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -58,11 +59,12 @@ class Range(io.RawIOBase):
 
 
 class Place(NamedTuple):
-    """A tensor's bytes, row by row: at `begin` of the file; those of all the storage that it is in are at `storage`, with their CRC-32."""
+    """Where a tensor's bytes lie, row by row."""
 
     begin: int
+    """In the file."""
     crc: int | None
-    """None if the tensor is not all of its storage."""
+    """Their CRC-32; None if they are not all of their storage, or have none."""
 
 
 # -- reading ----------------------------------------------------------------------------------------------
@@ -166,13 +168,15 @@ class _Archive:
         info = self._info(name)
         if info.file_size > _MOST_PICKLE_BYTES:
             raise Refused(f"its {name} has {info.file_size} bytes")
-        try:
-            return self._zip.read(info)
-        except (zipfile.BadZipFile, EOFError, OSError, RuntimeError, NotImplementedError, struct.error):
-            raise Refused(f"its {name} cannot be read, or has been changed") from None
+        begin, size, crc = self.at(name)
+        self._source.seek(begin)
+        data = self._source.read(size) or b""
+        if len(data) != size or crc not in (None, zlib.crc32(data)):
+            raise Refused(f"its {name} cannot be read, or has been changed")
+        return data
 
-    def at(self, name: str) -> tuple[int, int, int]:
-        """Where it begins, how long it is, and its CRC."""
+    def at(self, name: str) -> tuple[int, int, int | None]:
+        """Where it begins, how long it is, and its CRC, which is 0 where torch was told to compute none (set_crc32_options)."""
         info = self._info(name)
         self._source.seek(info.header_offset)
         head = self._source.read(30) or b""
@@ -181,7 +185,7 @@ class _Archive:
         begin = info.header_offset + 30 + sum(struct.unpack("<HH", head[26:30]))
         if begin + info.file_size > self._source._length:
             raise Refused(f"its {name} ends after it does")
-        return begin, info.file_size, info.CRC
+        return begin, info.file_size, info.CRC or None
 
 
 def _is_row_by_row(shape: Sequence[int], stride: Sequence[int]) -> bool:

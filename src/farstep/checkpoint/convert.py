@@ -20,7 +20,7 @@ from farstep.checkpoint.manifest import MANIFEST, is_ours
 from farstep.checkpoint.ranks import Ranks
 from farstep.checkpoint.saving import begun, written
 from farstep.checkpoint.storage import Storage, storage_of
-from farstep.checkpoint.tree import joined
+from farstep.checkpoint.tree import children, is_container, joined
 from farstep.checkpoint.writing import Progress, Tally, Write
 from farstep.errors import CheckpointError
 from farstep.state import Box
@@ -164,8 +164,6 @@ def _write_torch(storage: Storage, name: str, content: Content, tally: Tally) ->
 
 def _leaves(node: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Tensors and values, by name."""
-    from farstep.checkpoint.tree import children, is_container
-
     if is_container(node):
         for key, each in children(node):
             yield from _leaves(each, joined(name, key))
@@ -218,7 +216,10 @@ def _aside(
             raise _exists(local)
         _move(aside, local, mark)
     except BaseException:
-        aside.unlink(missing_ok=True) if is_file else shutil.rmtree(aside, ignore_errors=True)
+        if is_file:
+            aside.unlink(missing_ok=True)
+        else:
+            shutil.rmtree(aside, ignore_errors=True)
         raise
 
 
