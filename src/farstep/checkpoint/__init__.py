@@ -1,10 +1,13 @@
 """Checkpoints: state that is whole or absent, verified, and loads on any number of ranks."""
 
+from farstep.checkpoint.async_save import async_save
 from farstep.checkpoint.filling import Report
+from farstep.checkpoint.handle import SaveHandle, SaveProgress
 from farstep.checkpoint.loading import load, read
 from farstep.checkpoint.local_disk import LocalDisk
 from farstep.checkpoint.remote import RemoteStorage
 from farstep.checkpoint.saving import save
+from farstep.checkpoint.staging import release_staging
 from farstep.checkpoint.storage import NewFile, Storage, StoredFile
 from farstep.checkpoint.tree import PerRank
 
@@ -14,9 +17,13 @@ __all__ = [
     "PerRank",
     "RemoteStorage",
     "Report",
+    "SaveHandle",
+    "SaveProgress",
     "Storage",
     "StoredFile",
+    "async_save",
     "load",
     "read",
+    "release_staging",
     "save",
 ]

@@ -18,6 +18,7 @@ import numpy as np
 import xxhash
 
 from farstep.checkpoint.collecting import Collected, collected
+from farstep.checkpoint.handle import settle
 from farstep.checkpoint.manifest import MANIFEST, Boxes, File, Manifest, TensorInfo, is_ours
 from farstep.checkpoint.memory import bytes_of, is_plain
 from farstep.checkpoint.ranks import Ranks
@@ -54,8 +55,8 @@ def save(
     """
     storage = storage_of(path, storage_options)
     ranks = Ranks(group, no_dist)
-    with ExitStack() as stack:
-        written(drafted(state, storage, ranks, stack), progress)
+    settle(ranks, f"saving into {storage}")
+    written(drafted(state, storage, ranks), progress)
 
 
 @dataclass
@@ -64,52 +65,52 @@ class Draft:
 
     storage: Storage
     ranks: Ranks
-    save: str
     tree: Any
     tensors: dict[str, TensorInfo]
     writes: Sequence[Write]
-    old: list[str]
-    """Files of saves before, to be removed; on the first rank alone."""
+
+    @property
+    def doing(self) -> str:
+        return f"saving into {self.storage}"
 
 
-def drafted(state: Any, storage: Storage, ranks: Ranks, stack: ExitStack) -> Draft:
-    """Look at the state and begin a save. The stack's end ends it."""
+def drafted(state: Any, storage: Storage, ranks: Ranks) -> Draft:
+    """Look at the state, without touching the storage."""
     doing = f"saving into {storage}"
     found = Collected(None)
     with ranks.all_or_none(doing):
         found = collected(state, ranks)
     tree, spreads = _agreed(found, ranks, doing)
-    save = secrets.token_hex(8)
-    old: list[str] = []
-    with ranks.all_or_none(doing):
-        if ranks.rank == 0:
-            storage.prepare()
-            stack.enter_context(storage.sole_writer())
-            old = _cleaned(storage)
-    save = ranks.from_first(save)
     writes = shared_out(Layout(spreads), found.tensors, ranks.rank)
     tensors = {name: TensorInfo(spread.dtype, spread.shape) for name, spread in spreads.items()}
-    return Draft(storage, ranks, save, tree, tensors, writes, old)
+    return Draft(storage, ranks, tree, tensors, writes)
 
 
 def written(draft: Draft, progress: Progress | None) -> None:
     """Write it, and make it the checkpoint."""
     ranks, storage = draft.ranks, draft.storage
-    doing = f"saving into {storage}"
-    part: Part | None = None
-    try:
-        with ranks.all_or_none(doing):
-            part = write_part(storage, draft.save, ranks.rank, ranks.count, draft.writes, progress)
-        parts = ranks.to_first(part)
-        with ranks.all_or_none(doing):
+    with ExitStack() as stack:
+        old: list[str] = []
+        with ranks.all_or_none(draft.doing):
             if ranks.rank == 0:
-                storage.replace(MANIFEST, _manifest(draft, parts).encode())
-    except BaseException:
-        if part is not None and not _is_in_place(storage, draft.save):
-            _forget(storage, [name for name, _ in part.files])
-        raise
-    if ranks.rank == 0:
-        _forget(storage, draft.old)
+                storage.prepare()
+                stack.enter_context(storage.sole_writer())
+                old = _cleaned(storage)
+        save = ranks.from_first(secrets.token_hex(8))
+        part: Part | None = None
+        try:
+            with ranks.all_or_none(draft.doing):
+                part = write_part(storage, save, ranks.rank, ranks.count, draft.writes, progress)
+            parts = ranks.to_first(part)
+            with ranks.all_or_none(draft.doing):
+                if ranks.rank == 0:
+                    storage.replace(MANIFEST, _manifest(draft, save, parts).encode())
+        except BaseException:
+            if part is not None and not _is_in_place(storage, save):
+                _forget(storage, [name for name, _ in part.files])
+            raise
+        if ranks.rank == 0:
+            _forget(storage, old)
 
 
 def _agreed(found: Collected, ranks: Ranks, doing: str) -> tuple[Any, dict[str, Spread]]:
@@ -189,7 +190,7 @@ def _held_by(spread: Spread, ranks: Sequence[int]) -> Spread:
     return Spread(spread.shape, spread.dtype, spread.ranks[has], spread.offsets[has], spread.sizes[has])
 
 
-def _manifest(draft: Draft, parts: Sequence[Part]) -> Manifest:
+def _manifest(draft: Draft, save: str, parts: Sequence[Part]) -> Manifest:
     numbers = {name: number for number, name in enumerate(draft.tensors)}
     dims = [len(info.shape) for info in draft.tensors.values()]
     files: list[File] = []
@@ -208,7 +209,7 @@ def _manifest(draft: Draft, parts: Sequence[Part]) -> Manifest:
         np.array(dims, dtype=np.int64)[tensors] if dims else np.zeros(0, dtype=np.int64),
     )
     checksums = np.concatenate([part.checksums for part in parts])
-    return Manifest(draft.save, draft.ranks.count, files, draft.tree, draft.tensors, boxes, checksums)
+    return Manifest(save, draft.ranks.count, files, draft.tree, draft.tensors, boxes, checksums)
 
 
 def _cleaned(storage: Storage) -> list[str]:
