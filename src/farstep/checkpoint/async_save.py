@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from farstep.checkpoint.handle import SaveHandle, begin, settle
+from farstep.checkpoint.manifest import no_collector
 from farstep.checkpoint.ranks import Ranks
 from farstep.checkpoint.saving import Draft, drafted, written
 from farstep.checkpoint.staging import staging
@@ -58,14 +59,18 @@ def saved_behind(
     write: Callable[[Draft, Progress], None] = written,
 ) -> SaveHandle:
     """The same; `write` is what the thread does."""
-    with _one_call:
+    with _one_call, no_collector():
         settle(ranks, f"saving into {storage}")
         draft = drafted(state, storage, ranks)
         with ranks.all_or_none(draft.doing):
-            draft.writes = staging.copied(draft.writes, ranks.count)
-        behind = replace(draft, ranks=_behind(ranks))
-        total = sum(each.tensor.nbytes for each in draft.writes)
-        return begin(str(storage), total, lambda told: write(behind, told), progress)
+            copy = staging.copy(draft.writes, ranks.count)
+        draft = replace(draft, ranks=_behind(ranks), writes=())
+
+        def work(told: Progress) -> None:
+            draft.writes = copy.writes()
+            write(draft, told)
+
+        return begin(str(storage), copy.nbytes, work, progress)
 
 
 def _behind(ranks: Ranks) -> Ranks:

@@ -96,12 +96,16 @@ class _Latest:
     def settle(self) -> None:
         failed = self.ended()
         if failed is not None:
-            raise CheckpointError(f"{failed._failure()}. This save has not been begun: save again") from failed._error
+            raise CheckpointError(
+                f"{failed._failure()}. This save has not been begun: save again"
+            ) from failed._error
 
     def at_exit(self) -> None:
         failed = self.ended()
         if failed is not None:
-            warnings.warn(f"{failed._failure()}. What was there before is still there", RuntimeWarning, stacklevel=1)
+            warnings.warn(
+                f"{failed._failure()}. What was there before is still there", RuntimeWarning, stacklevel=1
+            )
 
     def in_child(self) -> None:
         self.handle = None  # the thread is the parent's

@@ -39,7 +39,17 @@ from farstep.errors import DamagedCheckpoint, LayoutError
 from farstep.state import Layout, Spread
 from farstep.state.sweep import Ints
 
-__all__ = ["BLOCK_BYTES", "MANIFEST", "Boxes", "File", "Manifest", "TensorInfo", "data_file", "is_ours"]
+__all__ = [
+    "BLOCK_BYTES",
+    "MANIFEST",
+    "Boxes",
+    "File",
+    "Manifest",
+    "TensorInfo",
+    "data_file",
+    "is_ours",
+    "no_collector",
+]
 
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "farstep.checkpoint", 1
@@ -214,7 +224,7 @@ class Manifest:
                 f"that could be relied on; load another checkpoint"
             )
         try:
-            with _no_collector():
+            with no_collector():
                 return _checked(json.loads(bytes(body)))
         except (_Bad, LayoutError) as exc:
             raise DamagedCheckpoint(f"{where}: {MANIFEST} is not valid: {exc}") from None
@@ -223,7 +233,7 @@ class Manifest:
 
 
 @contextmanager
-def _no_collector() -> Iterator[None]:
+def no_collector() -> Iterator[None]:
     """A million new objects, of which none is garbage, are looked at again and again by the collector."""
     was = gc.isenabled()
     gc.disable()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from farstep import errors
 from farstep.errors import CheckpointError, StateError
 from farstep.state.adapters.ranks import Group, own_rank, size_of
 from farstep.state.council import agree, everyones, mark_of
@@ -78,12 +79,18 @@ class Ranks:
         return box[0]
 
 
+def _kind(exc: StateError) -> type[CheckpointError]:
+    """That of the other rank's error, so that all can catch the same."""
+    found = getattr(errors, getattr(exc, "kind", ""), CheckpointError)
+    return found if isinstance(found, type) and issubclass(found, CheckpointError) else CheckpointError
+
+
 @contextmanager
 def _told() -> Iterator[None]:
     try:
         yield
     except StateError as exc:  # another rank's
-        raise CheckpointError(str(exc)) from exc
+        raise _kind(exc)(str(exc)) from exc
     except CheckpointError:
         raise
     except RuntimeError as exc:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from farstep.checkpoint.ranks import Ranks
 from farstep.checkpoint.storage import Storage, storage_of
 from farstep.checkpoint.tree import merged
 from farstep.checkpoint.writing import Part, Progress, Write, shared_out, write_part
-from farstep.errors import CheckpointError, DamagedCheckpoint
+from farstep.errors import CheckpointError, DamagedCheckpoint, StorageFailed
 from farstep.state import Layout, Shards, Spread
 from farstep.state.adapters.ranks import Group
 
@@ -91,7 +91,7 @@ def written(draft: Draft, progress: Progress | None) -> None:
     ranks, storage = draft.ranks, draft.storage
     with ExitStack() as stack:
         old: list[str] = []
-        with ranks.all_or_none(draft.doing):
+        with ranks.all_or_none(draft.doing), _told_of(storage):
             if ranks.rank == 0:
                 storage.prepare()
                 stack.enter_context(storage.sole_writer())
@@ -99,11 +99,12 @@ def written(draft: Draft, progress: Progress | None) -> None:
         save = ranks.from_first(secrets.token_hex(8))
         part: Part | None = None
         try:
-            with ranks.all_or_none(draft.doing):
+            with ranks.all_or_none(draft.doing), _told_of(storage):
                 part = write_part(storage, save, ranks.rank, ranks.count, draft.writes, progress)
             parts = ranks.to_first(part)
-            with ranks.all_or_none(draft.doing):
+            with ranks.all_or_none(draft.doing), _told_of(storage):
                 if ranks.rank == 0:
+                    _check_shared(storage, parts)
                     storage.replace(MANIFEST, _manifest(draft, save, parts).encode())
         except BaseException:
             if part is not None and not _is_in_place(storage, save):
@@ -223,6 +224,34 @@ def _cleaned(storage: Storage) -> list[str]:
         kept = set(ours)  # what could be saved from it is not ours to remove, until a whole one is there
     storage.delete(name for name in ours if name not in kept)
     return [name for name in ours if name in kept]
+
+
+def _check_shared(storage: Storage, parts: Sequence[Part]) -> None:
+    """Whether what others wrote is here: they may have been given another path, or a disk of their own."""
+    for part in parts[1:]:
+        for name, _ in part.files:
+            try:
+                storage.open(name).close()
+            except FileNotFoundError:
+                raise CheckpointError(
+                    f"{storage}: rank {part.rank} has written {name}, and rank 0 does not find it there. All ranks give the same path, on a disk or storage that they share. "
+                    f"Nothing has been saved"
+                ) from None
+
+
+@contextmanager
+def _told_of(storage: Storage) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as exc:
+        what = f"{exc.strerror or exc}{f' ({exc.filename})' if exc.filename else ''}"
+        failed = StorageFailed(
+            f"saving into {storage} failed: {what}. Nothing has been saved; what was there before still is"
+        )
+        failed.errno = exc.errno
+        raise failed from exc
 
 
 def _is_in_place(storage: Storage, save: str) -> bool:

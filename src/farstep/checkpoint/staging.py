@@ -10,9 +10,8 @@ import os
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from ctypes import memmove
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,14 +20,13 @@ from farstep.checkpoint.writing import Write
 from farstep.errors import CheckpointError
 from farstep.state.room import aligned
 
-__all__ = ["Staging", "release_staging", "staging"]
+__all__ = ["Copy", "Staging", "release_staging", "staging"]
 
 _SMALL_BYTES = 64 << 10
-"""Smaller tensors are copied together."""
-_CHUNK_BYTES = 8 << 20
+_PIECE_BYTES = 8 << 20
 _MOST_THREADS = 4
 _HUGE_PAGE_BYTES = 2 << 20
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class Staging:
@@ -36,40 +34,22 @@ class Staging:
         self._memory: dict[bool, Tensor] = {}
         """By whether it is pinned, which is what a GPU copies into."""
 
-    def copied(self, writes: Sequence[Write], ranks: int) -> list[Write]:
-        """The same writes, of copies in this memory, each as one row. Copies of before are gone. `ranks` share the processors."""
-        found: dict[int, Tensor] = {}
-        for pinned in (True, False):
-            chosen = [i for i, each in enumerate(writes) if (each.tensor.device.type == "cuda") == pinned]
-            if chosen:
-                copies = self._copied([writes[i].tensor.detach() for i in chosen], pinned, ranks)
-                found |= zip(chosen, copies, strict=True)
-        return [each._replace(tensor=found[i]) for i, each in enumerate(writes)]
+    def copy(self, writes: Sequence[Write], ranks: int) -> Copy:
+        """What is written, as it is now. Copies of before are gone. `ranks` share the processors."""
+        sizes = [aligned(each.tensor.nbytes) for each in writes]
+        pinned = [each.tensor.device.type == "cuda" for each in writes]
+        ends = {True: 0, False: 0}
+        at = []
+        for nbytes, is_pinned in zip(sizes, pinned, strict=True):
+            at.append(ends[is_pinned])
+            ends[is_pinned] += nbytes
+        memory = {kind: self._room(end, kind) for kind, end in ends.items() if end}
+        found = Copy(list(writes), at, [memory.get(kind, _NOTHING) for kind in pinned])
+        found.fill(max(1, min(_MOST_THREADS, os.cpu_count() or 1) // ranks))
+        return found
 
     def release(self) -> None:
         self._memory.clear()
-
-    def _copied(self, tensors: Sequence[Tensor], pinned: bool, ranks: int) -> list[Tensor]:
-        batches = _batches(tensors)
-        sizes = [aligned(sum(tensors[i].nbytes for i in batch)) for batch in batches]
-        memory = self._room(sum(sizes), pinned)
-        found: dict[int, Tensor] = {}
-        rows: list[tuple[Tensor, Tensor]] = []
-        others: list[tuple[Tensor, Sequence[Tensor]]] = []
-        at = 0
-        for batch, nbytes in zip(batches, sizes, strict=True):
-            sources = [tensors[i] for i in batch]
-            numels = [each.numel() for each in sources]
-            into = memory[at : at + nbytes].view(sources[0].dtype)[: sum(numels)]
-            at += nbytes
-            found |= zip(batch, into.split(numels), strict=True)
-            if len(batch) == 1 and is_plain(sources[0]):
-                rows.append((into, sources[0].reshape(-1)))
-            else:
-                others.append((into, sources))
-        threads = max(1, min(_MOST_THREADS, os.cpu_count() or 1) // ranks)
-        _copy_all(rows, others, threads)
-        return [found[i] for i in range(len(tensors))]
 
     def _room(self, nbytes: int, pinned: bool) -> Tensor:
         memory = self._memory.pop(pinned, None)
@@ -80,55 +60,59 @@ class Staging:
         return memory
 
 
-def _batches(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Which are copied together: small ones of a dtype; any other by itself."""
-    small: dict[torch.dtype, list[int]] = {}
-    large: list[list[int]] = []
-    for i, tensor in enumerate(tensors):
-        if tensor.nbytes < _SMALL_BYTES and is_plain(tensor):
-            small.setdefault(tensor.dtype, []).append(i)
-        else:
-            large.append([i])
-    return large + list(small.values())
+class Copy:
+    """`at[i]` is where the tensor of the i-th write goes in its memory."""
 
+    def __init__(self, writes: list[Write], at: list[int], memory: list[Tensor]) -> None:
+        self._writes, self._at, self._memory = writes, at, memory
+        self.nbytes = sum(each.tensor.nbytes for each in writes)
 
-def _copy_all(
-    rows: Sequence[tuple[Tensor, Tensor]], others: Sequence[tuple[Tensor, Sequence[Tensor]]], threads: int
-) -> None:
-    chunks: deque[tuple[Any, Any]] = deque()
-    for into, source in rows:
-        to, of = (each.view(torch.uint8).numpy() for each in (into, source))
-        chunks += ((to[at : at + _CHUNK_BYTES], of[at : at + _CHUNK_BYTES]) for at in range(0, len(of), _CHUNK_BYTES))  # fmt: skip
+    def writes(self) -> list[Write]:
+        """The same writes, of the copies, each as one row. After this the tensors themselves are let go."""
+        self._writes = [each._replace(tensor=self._row(i)) for i, each in enumerate(self._writes)]
+        return self._writes
 
-    def work() -> None:
-        try:
-            while True:
-                np.copyto(*chunks.popleft())  # which lets other threads run
-        except IndexError:
-            pass
+    def _row(self, i: int) -> Tensor:
+        tensor, at = self._writes[i].tensor, self._at[i]
+        return self._memory[i][at : at + tensor.nbytes].view(tensor.dtype)
 
-    helpers = min(threads - 1, len(chunks) - 1)
-    with ThreadPoolExecutor(max(1, helpers), "farstep-stage") as pool:
-        tasks = [pool.submit(work) for _ in range(helpers)]
-        devices = set()
-        for into, sources in others:
-            if len(sources) > 1:
-                torch.cat([_as_integers(each.reshape(-1)) for each in sources], out=_as_integers(into))
-            else:
-                (source,) = sources
-                into.view(source.shape).copy_(source, non_blocking=into.is_pinned())
-                devices.add(source.device)
-        work()
-        for each in tasks:
-            each.result()
+    def fill(self, threads: int) -> None:
+        """Large pieces are shared with other threads; the caller does all that is small, or needs more than its bytes moved."""
+        pieces: deque[tuple[int, int, int]] = deque()
+        others, devices = [], set()
+        base = {id(each): each.data_ptr() for each in self._memory}
+        for i, write in enumerate(self._writes):
+            tensor = write.tensor
+            if not is_plain(tensor):
+                others.append(i)
+                continue
+            nbytes, to, of = tensor.nbytes, base[id(self._memory[i])] + self._at[i], tensor.data_ptr()
+            if nbytes < _SMALL_BYTES:
+                memmove(to, of, nbytes)
+                continue
+            for first in range(0, nbytes, _PIECE_BYTES):
+                pieces.append((to + first, of + first, min(_PIECE_BYTES, nbytes - first)))
+        with ThreadPoolExecutor(threads, "farstep-stage") as pool:
+            helpers = [pool.submit(_move_all, pieces) for _ in range(min(threads - 1, len(pieces) // 2))]
+            for i in others:
+                tensor = self._writes[i].tensor.detach()
+                self._row(i).view(tensor.shape).copy_(tensor, non_blocking=self._memory[i].is_pinned())
+                devices.add(tensor.device)
+            _move_all(pieces)
+            for each in helpers:
+                each.result()
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
 
 
-def _as_integers(row: Tensor) -> Tensor:
-    """Not every operation is there for every dtype."""
-    return row.view(_INTEGERS[row.itemsize]) if row.itemsize in _INTEGERS else row
+def _move_all(pieces: deque[tuple[int, int, int]]) -> None:
+    while True:
+        try:
+            piece = pieces.popleft()
+        except IndexError:
+            return
+        memmove(*piece)  # which lets other threads run
 
 
 def _new_memory(nbytes: int, pinned: bool) -> Tensor:
@@ -140,7 +124,10 @@ def _new_memory(nbytes: int, pinned: bool) -> Tensor:
         raise CheckpointError(
             f"there is no room for a copy of the {nbytes} bytes that this rank saves ({exc}): save, which needs no copy, will do"
         ) from exc
-    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # a forked process, such as a data loader's, must not make the next copy slow
+    for advice in (
+        "MADV_HUGEPAGE",
+        "MADV_DONTFORK",
+    ):  # a forked process, such as a data loader's, must not make the next copy slow
         if hasattr(mmap, advice):
             try:
                 memory.madvise(getattr(mmap, advice))

@@ -31,14 +31,16 @@ def agree(error: Exception | None, group: Group, doing: str, mark: bytes = bytes
     if rows[:, 0].any():
         texts: list[Any] = [None] * size_of(group)
         mismatch = isinstance(error, StateMismatch)
-        told = None if error is None else (mismatch, f"{type(error).__name__}: {error}")
+        told = None if error is None else (mismatch, type(error).__name__, str(error))
         dist.all_gather_object(texts, told, group)
         if error is not None:
             raise error
         first = next(rank for rank, text in enumerate(texts) if text is not None)
-        mismatch, text = texts[first]
+        mismatch, name, text = texts[first]
         kind = StateMismatch if mismatch else StateError
-        raise kind(f"{doing} did not come about, because of rank {first}: {text}")
+        told_of = kind(f"{doing} did not come about, because of rank {first}: {name}: {text}")
+        told_of.kind = name
+        raise told_of
     return bool((rows == rows[0]).all())
 
 

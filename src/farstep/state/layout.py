@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Self
 
 import numpy as np
@@ -58,8 +58,9 @@ class Spread:
 
     @classmethod
     def whole(cls, shape: Sequence[int], dtype: torch.dtype, ranks: Iterable[int]) -> Self:
-        """All of it on each of these ranks."""
-        return cls.of(shape, dtype, {rank: [Box.whole(shape)] for rank in ranks})
+        """All of it on each of these ranks. Tensors of one shape have one, as it is not to be changed."""
+        found: Self = _whole(cls, tuple(shape), dtype, tuple(ranks))
+        return found
 
     def boxes(self, rank: int) -> list[Box]:
         """What a rank holds of it."""
@@ -138,6 +139,11 @@ class Spread:
             return f"<{what}: {len(self.ranks)} boxes on {len(holders)} ranks>"
         each = "; ".join(f"rank {r} {' '.join(map(str, self.boxes(r)))}" for r in holders.tolist())
         return f"<{what}: {each or 'on no rank'}>"
+
+
+@lru_cache(maxsize=4096)
+def _whole(kind: type[Any], shape: tuple[int, ...], dtype: torch.dtype, ranks: tuple[int, ...]) -> Any:
+    return kind.of(shape, dtype, {rank: [Box.whole(shape)] for rank in ranks})
 
 
 class Layout(Mapping[str, Spread]):
