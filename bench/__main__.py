@@ -73,7 +73,7 @@ def parse() -> argparse.Namespace:
         nargs="+",
         metavar="ROW",
         help=f"only these of {' '.join(r.key for r in ROWS)} {' '.join(c.key for c in contests.CONTESTS)}, "
-        f"or all rows of {' '.join(SECTIONS)} sharded",
+        f"or all rows of {' '.join(SECTIONS)} sharded checkpoints",
     )
     parser.add_argument(
         "--impl", default="farstep", choices=("farstep", "torch"), help="torch measures it against itself"
@@ -83,7 +83,9 @@ def parse() -> argparse.Namespace:
         "--out", type=Path, help="where to write (default: RESULTS.md, for a run of everything)"
     )
     args = parser.parse_args()
-    known = {row.key for row in ROWS} | {c.key for c in contests.CONTESTS} | {*SECTIONS, "sharded"}
+    known = (
+        {row.key for row in ROWS} | {c.key for c in contests.CONTESTS} | {*SECTIONS, "sharded", "checkpoints"}
+    )
     unknown = set(args.only or ()) - known
     if unknown:
         parser.error(f"no such row: {' '.join(sorted(unknown))}")
@@ -98,7 +100,7 @@ def parse() -> argparse.Namespace:
     args.contests = [
         each
         for each in contests.CONTESTS
-        if args.impl == "farstep" and (not args.only or each.key in args.only or "sharded" in args.only)
+        if args.impl == "farstep" and (not args.only or {each.key, _section(each)} & set(args.only))
     ]
     if not args.rows and not args.contests:
         parser.error(f"{args.impl} has none of these rows")
@@ -114,6 +116,10 @@ def parse() -> argparse.Namespace:
     if args.out is None and args.impl == "farstep" and not args.only and args.rounds >= MIN_ROUNDS:
         args.out = RESULTS
     return args
+
+
+def _section(each: contest.Contest) -> str:
+    return "checkpoints" if each in contests.CHECKPOINTS else "sharded"
 
 
 def fork_server() -> multiprocessing.context.ForkServerContext:
@@ -134,6 +140,7 @@ def fork_server() -> multiprocessing.context.ForkServerContext:
             "torch.distributed.optim",
             "torch.distributed.fsdp",
             "torch.distributed.checkpoint.state_dict",
+            "farstep.checkpoint",
             "bench.worker",
             "bench.contest",
             "bench.peers",

@@ -39,15 +39,19 @@ class _Collector:
         self.tensors: dict[str, Shards] = {}
         self._names: dict[Any, str] = {}
         """Of tensors that have been seen, by their memory."""
+        self._taken: set[str] = set()
+        self._alive: list[Any] = []
+        """They are not to be freed before all have been seen, as another would get the same memory then."""
         self._for_this_rank = False
 
     def walk(self, value: Any, name: str, depth: int) -> Any:
         if depth > MOST_DEPTH:
             raise CheckpointError(f"{name[:200]!r} is nested too deep, or has itself inside")
-        if isinstance(value, Shards | Tensor):
-            return self._tensor(value, name)
         if isinstance(value, np.ndarray):
-            return self._tensor(torch.from_numpy(value), name)
+            value = torch.from_numpy(value)
+        if isinstance(value, Shards | Tensor):
+            self._name(name)
+            return self._tensor(value, name)
         if isinstance(value, nn.Module):
             return self.walk(module_state(value, self._group, self._ranks.is_cut_off), name, depth + 1)
         if isinstance(value, Optimizer):
@@ -64,6 +68,7 @@ class _Collector:
             return {kind: [self.walk(each, joined(name, i), depth + 1) for i, each in enumerate(value)]}
         if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
             return self.walk(value.state_dict(), name, depth + 1)
+        self._name(name)
         try:
             return encode_value(value)
         except (TypeError, ValueError) as exc:
@@ -71,6 +76,14 @@ class _Collector:
                 f"{name!r} is {exc}, which a checkpoint does not keep: it keeps tensors, numbers, strings, bytes, lists, dicts, and objects with state_dict and "
                 f"load_state_dict. Nothing has been saved"
             ) from None
+
+    def _name(self, name: str) -> None:
+        if name in self._taken:
+            raise CheckpointError(
+                f"two values are called {name!r}, as a key with a dot in it reads like a key within a key, and 1 like '1': rename one of them. Nothing has "
+                f"been saved"
+            )
+        self._taken.add(name)
 
     def _per_rank(self, value: Any, name: str, depth: int) -> Any:
         rank, was = self._ranks.rank, self._for_this_rank
@@ -82,14 +95,11 @@ class _Collector:
         return {"ranks": [node if each == rank else None for each in range(self._ranks.count)]}
 
     def _tensor(self, value: Tensor | Shards, name: str) -> Any:
+        self._alive.append(value)
         memory = _memory(value)
         known = None if memory is None else self._names.setdefault(memory, name)
         if known is not None and known != name:
             return {"tensor": known}
-        if name in self.tensors:
-            raise CheckpointError(
-                f"two tensors are called {name!r}, as a key with a dot in it reads like a key within a key: rename one of them. Nothing has been saved"
-            )
         if self._ranks.is_cut_off and isinstance(value, Tensor) and type(value) in (Tensor, nn.Parameter):
             self.tensors[name] = Shards(Spread.whole(value.shape, value.dtype, [0]), [value.detach()])
         elif self._for_this_rank and isinstance(value, Tensor):
@@ -105,6 +115,5 @@ def _memory(value: Tensor | Shards) -> Any:
         if not value.numel() or value.is_meta:
             return None
         return value.data_ptr(), value.shape, value.stride(), value.dtype, value.device, value.is_conj(), value.is_neg()  # fmt: skip
-    if isinstance(value, Tensor):
-        return id(value)  # a DTensor and such, which are kept alive by the state that has them
-    return None
+    # Of others a rank may have nothing by which to tell; tied ones come as one object.
+    return id(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 import shutil
@@ -102,13 +103,12 @@ class _NewFile(NewFile):
         self._path = path
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         self._written = self._begun = 0
-        try:
-            if nbytes:  # a full disk is noticed before the work, and the file lies in one piece
-                os.posix_fallocate(self._file, 0, nbytes)
-        except OSError as exc:
-            if exc.errno not in (95, 22):  # a file system that cannot
-                self.abandon()
-                raise
+        # Not posix_fallocate: in a tmpfs it fills all pages with zeros first, which takes as long as writing them.
+        disk = os.fstatvfs(self._file)
+        free = disk.f_bavail * disk.f_frsize
+        if disk.f_blocks and nbytes > free:
+            self.abandon()
+            raise OSError(errno.ENOSPC, f"{nbytes:,} bytes are to be written and {free:,} are free", str(path))
 
     def write(self, buffers: Sequence[Buffer]) -> None:
         for first in range(0, len(buffers), _MOST_BUFFERS):

@@ -34,6 +34,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from farstep.checkpoint import tree
 from farstep.checkpoint.dtypes import dtype_named, name_of
 from farstep.errors import DamagedCheckpoint, LayoutError
 from farstep.state import Layout, Spread
@@ -226,7 +227,7 @@ class Manifest:
         try:
             with no_collector():
                 return _checked(json.loads(bytes(body)))
-        except (_Bad, LayoutError) as exc:
+        except (_Bad, LayoutError, DamagedCheckpoint) as exc:
             raise DamagedCheckpoint(f"{where}: {MANIFEST} is not valid: {exc}") from None
         except (ValueError, RecursionError) as exc:
             raise DamagedCheckpoint(f"{where}: {MANIFEST} is no JSON that can be read: {exc}") from None
@@ -270,6 +271,7 @@ def _checked(found: Any) -> Manifest:
     boxes = _boxes(found["boxes"], tensors, files)
     manifest = Manifest(save, ranks, files, found["tree"], tensors, boxes, _checksums(found["checksums"]), block_bytes)  # fmt: skip
     _check_places(manifest)
+    tree.check(found["tree"], tensors)
     wanted = int(manifest.first_checksum[-1])
     if len(manifest.checksums) != wanted:
         raise _Bad(f"it has {len(manifest.checksums)} checksums for {wanted} blocks")

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from farstep.errors import CheckpointError
 from farstep.state import named_shards, optim_state_dict
-from farstep.state.adapters.modules import reshard
+from farstep.state.adapters.modules import named_tensors, reshard
 from farstep.state.adapters.names import clean_name
 from farstep.state.adapters.ranks import Group, size_of
 
@@ -50,6 +50,14 @@ def module_state(module: nn.Module, group: Group, alone: bool = False) -> dict[s
     reshard(module)
     state = module.state_dict()
     found = {clean_name(module, name): value for name, value in state.items()}
+    first: dict[int, str] = {}
+    for raw, tensor in named_tensors(module, buffers=False, remove_duplicate=False):
+        name = clean_name(module, raw)
+        tied = first.setdefault(id(tensor), name)
+        if tied != name and name in found and tied in found:
+            found[name] = found[tied]
+        elif hasattr(tensor, "local_shards"):  # a plain attribute for torch, which its state_dict leaves out
+            found.setdefault(name, tensor)
     if not alone:  # what lies within DDP is on its ranks, which may not be all
         shards = named_shards(module, group, buffers=True, remove_duplicate=False)
         found |= {name: shards[name] for name in found.keys() & shards.keys() if len(shards[name].spread.ranks) < size_of(group)}  # fmt: skip
@@ -71,22 +79,35 @@ class Owner:
 
 def owner_of(optimizer: Optimizer, models: Mapping[str, nn.Module], name: str) -> Owner | None:
     """None if no model in the state has any of its parameters; of several that have, all, as one."""
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    having = {
-        where: model for where, model in models.items() if any(id(p) in stepped for p in model.parameters())
-    }
+    stepped = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    held = {where: _stepped_in(model) for where, model in models.items()}
+    # A rank that has no shard of anything gives its optimizer something empty to step.
+    wanted = {key for key, p in stepped.items() if p.numel() or any(key in ids for ids in held.values())}
+    if not wanted and len(models) == 1:
+        ((where, model),) = models.items()
+        return Owner(where, model)
+    having = {where: models[where] for where, ids in held.items() if wanted & ids}
     if not having:
         return None
     for where, model in having.items():  # one that has them all, though others may have some of the same
-        if stepped <= {id(p) for p in model.parameters()}:
+        if wanted <= held[where]:
             return Owner(where, model)
-    known = {id(p) for model in having.values() for p in model.parameters()}
-    if not stepped <= known:
+    if not wanted <= set().union(*held.values()):
         raise CheckpointError(
             f"{name!r} steps parameters that no model in the state has, and others that {', '.join(map(repr, having))} has: its state goes by their names, "
             f"so give all its models"
         )
     return Owner("", nn.ModuleDict({where.replace(".", "_"): model for where, model in having.items()}))
+
+
+def _stepped_in(model: nn.Module) -> set[int]:
+    """What an optimizer may step of a model: its parameters, and the shards of those that are ShardedTensors."""
+    found = set()
+    for _, tensor in named_tensors(model, buffers=False, remove_duplicate=False):
+        found.add(id(tensor))
+        if hasattr(tensor, "local_shards"):
+            found |= {id(shard.tensor) for shard in tensor.local_shards()}
+    return found
 
 
 def optimizer_state(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from farstep.checkpoint.tree import children, is_container, joined
@@ -77,7 +79,13 @@ class Index:
 
     def below(self, name: str) -> list[str]:
         """What is left inside."""
-        return [each for each in self.left if each.startswith(f"{name}.")]
+        ordered = self._ordered
+        first, end = bisect_left(ordered, f"{name}."), bisect_left(ordered, f"{name}/")  # "/" comes after "."
+        return [each for each in ordered[first:end] if each in self.left]
+
+    @cached_property
+    def _ordered(self) -> list[str]:
+        return sorted(self.left)
 
 
 def _has_inside(node: Any) -> bool:

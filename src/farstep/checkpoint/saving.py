@@ -127,8 +127,11 @@ def _agreed(found: Collected, ranks: Ranks, doing: str) -> tuple[Any, dict[str, 
     for rank, (_, tensors) in enumerate(every):
         for name, description in tensors.items():
             holders.setdefault(name, []).append(rank)
-            if first.setdefault(name, description) != description:
-                raise _differ(name, first[name], description, holders[name][0], rank)
+            known = first.setdefault(name, description)
+            if known != description:
+                raise _differ(name, known, description, holders[name][0], rank)
+            if known[3] is None:
+                first[name] = description
     return tree, {
         name: _held_by(Spread(shape, dtype, *columns), holders[name])
         for name, (shape, dtype, columns, _) in first.items()
@@ -142,11 +145,10 @@ def _described(tensors: Mapping[str, Shards], ranks: Ranks) -> dict[str, Any]:
     found = {}
     for name, each in tensors.items():
         spread = each.spread
-        mark = 0
-        if spread.nbytes <= _COMPARED_BYTES and len(spread.ranks) > 1 and len(each.tensors) == 1:
-            (tensor,) = each.tensors
-            if tuple(tensor.shape) == spread.shape and is_plain(tensor) and tensor.numel():
-                mark = xxhash.xxh3_64_intdigest(bytes_of(tensor))
+        mark = None
+        is_whole = len(spread.ranks) > 1 and bool((spread.sizes == spread.shape).all())
+        if is_whole and 0 < spread.nbytes <= _COMPARED_BYTES and each.tensors and is_plain(each.tensors[0]):
+            mark = xxhash.xxh3_64_intdigest(bytes_of(each.tensors[0]))
         found[name] = spread.shape, spread.dtype, (spread.ranks, spread.offsets, spread.sizes), mark
     return {name: _Description(each) for name, each in found.items()}
 
@@ -162,7 +164,7 @@ class _Description(tuple[Any, ...]):
         return (
             self[:2] == other[:2]
             and all(np.array_equal(a, b) for a, b in zip(self[2], other[2], strict=True))
-            and self[3] == other[3]
+            and (self[3] == other[3] or None in (self[3], other[3]))
         )
 
     def __ne__(self, other: object) -> bool:
@@ -174,7 +176,7 @@ class _Description(tuple[Any, ...]):
 def _differ(name: str, one: Any, other: Any, rank: int, other_rank: int) -> CheckpointError:
     if one[:2] != other[:2]:
         what = f"is {one[1]} of shape {one[0]} on rank {rank} and {other[1]} of shape {other[0]} on rank {other_rank}"
-    elif one[3] != other[3]:
+    elif one[3] != other[3] and None not in (one[3], other[3]):
         what = f"has other elements on rank {other_rank} than on rank {rank}, and is to be the same on both"
     else:
         what = f"is spread otherwise for rank {other_rank} than for rank {rank}"

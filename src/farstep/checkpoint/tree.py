@@ -17,7 +17,7 @@ from __future__ import annotations
 import base64
 import binascii
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ import torch
 from farstep.checkpoint.dtypes import dtype_named, name_of
 from farstep.errors import CheckpointError, DamagedCheckpoint
 
-__all__ = ["MOST_DEPTH", "PerRank", "TensorAt", "children", "decode", "encode_value", "is_container", "joined", "merged", "tensors_of"]  # fmt: skip
+__all__ = ["MOST_DEPTH", "PerRank", "TensorAt", "check", "children", "decode", "encode_value", "is_container", "joined", "merged", "tensors_of"]  # fmt: skip
 
 MOST_DEPTH = 100
 Key = str | int | float | bool | None
@@ -105,6 +105,34 @@ def tensors_of(node: Any, name: str) -> Iterator[str]:
     elif is_container(node):
         for key, each in children(node):
             yield from tensors_of(each, joined(name, key))
+
+
+def check(node: Any, tensors: Container[str], name: str = "", depth: int = 0) -> None:
+    """Raise DamagedCheckpoint unless it is a tree, and names no other tensors than these."""
+    if not is_container(node) or len(node) != 1:
+        value = decode(node, name)
+        if isinstance(value, TensorAt) and value.name not in tensors:
+            raise DamagedCheckpoint(
+                f"the manifest has no tensor {value.name!r}, which {name!r} is said to be"
+            )
+        return
+    ((kind, inside),) = node.items()
+    if depth > MOST_DEPTH or type(inside) is not (dict if kind == "dict" else list):
+        raise DamagedCheckpoint(f"the manifest has a bad {kind!r} at {name!r}")
+    if kind == "ranks":
+        pairs: Any = ((f"rank{rank}", each) for rank, each in enumerate(inside))
+    else:
+        if kind == "pairs" and not all(
+            type(each) is list and len(each) == 2 and _is_key(each[0]) for each in inside
+        ):
+            raise DamagedCheckpoint(f"the manifest has a bad key at {name!r}")
+        pairs = children(node)
+    for key, each in pairs:
+        check(each, tensors, joined(name, key), depth + 1)
+
+
+def _is_key(node: Any) -> bool:
+    return not is_container(node) and not isinstance(decode(node), TensorAt)
 
 
 def decode(node: Any, name: str = "", rank: int = 0, depth: int = 0) -> Any:
@@ -212,7 +240,8 @@ def merged(trees: list[Any], name: str = "") -> Any:
     said: dict[str, list[int]] = {}
     for rank, tree in enumerate(trees):
         if tree is not _ABSENT:
-            said.setdefault(_shown(tree), []).append(rank)
+            said.setdefault(str(tree), []).append(rank)
+    said = dict(zip(_cut([*said]), said.values(), strict=True))
     words = "; ".join(f"{text} on rank {', '.join(map(str, ranks))}" for text, ranks in said.items())
     raise CheckpointError(
         f"{name!r} is not the same on all ranks: {words}. Nothing has been saved. What belongs to each rank alone is saved as farstep.checkpoint.PerRank(value)"
@@ -230,9 +259,14 @@ def _own(tree: Any, rank: int) -> Any:
     return None if tree is _ABSENT else tree["ranks"][rank]
 
 
-def _shown(tree: Any) -> str:
-    text = str(tree)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _cut(texts: list[str]) -> list[str]:
+    """Around where they begin to differ."""
+    same = next((i for i, letters in enumerate(zip(*texts, strict=False)) if len(set(letters)) > 1), 0)
+    begin = max(0, same - 20)
+    return [
+        f"{'...' if begin else ''}{text[begin : begin + 60]}{'...' if len(text) > begin + 60 else ''}"
+        for text in texts
+    ]
 
 
 def encode_mapping(pairs: Mapping[Any, Any]) -> Any:

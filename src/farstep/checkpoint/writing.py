@@ -138,8 +138,11 @@ def write_part(
     # Numbers of files do not clash: those of a rank are its own plus multiples of the number of ranks.
     names = [data_file(save, rank + number * ranks) for number in range(len(batches))]
     stop = Event()
-    if len(batches) == 1:
-        done = [_write_file(storage, names[0], save, batches[0], tally, stop)]
+    if len(batches) < 2:
+        done = [
+            _write_file(storage, name, save, batch, tally, stop)
+            for name, batch in zip(names, batches, strict=True)
+        ]
     else:
         with ThreadPoolExecutor(len(batches), "farstep-save") as pool:
             tasks = [
