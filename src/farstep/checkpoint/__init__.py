@@ -5,6 +5,7 @@ from farstep.checkpoint.filling import Report
 from farstep.checkpoint.handle import SaveHandle, SaveProgress
 from farstep.checkpoint.loading import load, read
 from farstep.checkpoint.local_disk import LocalDisk
+from farstep.checkpoint.manager import CheckpointManager, Resumed
 from farstep.checkpoint.remote import RemoteStorage
 from farstep.checkpoint.saving import save
 from farstep.checkpoint.staging import release_staging
@@ -12,11 +13,13 @@ from farstep.checkpoint.storage import NewFile, Storage, StoredFile
 from farstep.checkpoint.tree import PerRank
 
 __all__ = [
+    "CheckpointManager",
     "LocalDisk",
     "NewFile",
     "PerRank",
     "RemoteStorage",
     "Report",
+    "Resumed",
     "SaveHandle",
     "SaveProgress",
     "Storage",

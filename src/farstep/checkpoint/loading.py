@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from farstep.checkpoint.filling import Filling, Report, fresh_state
@@ -13,7 +15,7 @@ from farstep.checkpoint.reading import read_into, reads_for
 from farstep.checkpoint.renaming import Rename
 from farstep.checkpoint.storage import Storage, storage_of
 from farstep.checkpoint.writing import Progress
-from farstep.errors import CheckpointError, NoCheckpoint
+from farstep.errors import CheckpointError, DamagedCheckpoint, NoCheckpoint, StorageFailed
 from farstep.state.adapters.ranks import Group
 
 __all__ = ["load", "manifest_of", "read"]
@@ -67,7 +69,8 @@ def load(
     with ranks.all_or_none(doing):
         threads = max(1, storage.threads // ranks.count)
         reads = reads_for(manifest, filling.wanted)
-        read_into(storage, manifest, reads, verify=verify, progress=progress, threads=threads)
+        with _told_of(storage):
+            read_into(storage, manifest, reads, verify=verify, progress=progress, threads=threads)
         filling.finish()
     filling.commit()
     return filling.report
@@ -88,16 +91,35 @@ def read(
     storage = storage_of(path, storage_options)
     manifest = manifest_of(storage)
     state, wanted = fresh_state(manifest, names)
-    read_into(storage, manifest, reads_for(manifest, wanted), verify=verify, progress=progress, threads=storage.threads)  # fmt: skip
+    with _told_of(storage):
+        read_into(storage, manifest, reads_for(manifest, wanted), verify=verify, progress=progress, threads=storage.threads)  # fmt: skip
     return state
 
 
 def manifest_of(storage: Storage) -> Manifest:
     """Raises NoCheckpoint or DamagedCheckpoint."""
     try:
-        data = storage.read(MANIFEST)
+        with _told_of(storage):
+            data = storage.read(MANIFEST)
     except FileNotFoundError:
         raise NoCheckpoint(
             f"there is no checkpoint in {storage}: it has no {MANIFEST}, which a save puts there when all is written"
         ) from None
     return Manifest.decode(data, str(storage))
+
+
+@contextmanager
+def _told_of(storage: Storage) -> Iterator[None]:
+    """What a disk cannot read any more is damage; else it may be there another time."""
+    try:
+        yield
+    except (CheckpointError, FileNotFoundError):
+        raise
+    except OSError as exc:
+        if exc.errno == errno.EIO:
+            raise DamagedCheckpoint(
+                f"{storage} cannot be read any more: {exc}. Load another checkpoint"
+            ) from exc
+        failed = StorageFailed(f"reading {storage} failed: {exc}")
+        failed.errno = exc.errno
+        raise failed from exc

@@ -94,6 +94,12 @@ class LocalDisk(Storage):
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
 
+    def remove_if_empty(self) -> None:
+        try:
+            self.path.rmdir()
+        except OSError:
+            pass  # there is something in it
+
     def __str__(self) -> str:
         return str(self.path)
 
@@ -108,7 +114,9 @@ class _NewFile(NewFile):
         free = disk.f_bavail * disk.f_frsize
         if disk.f_blocks and nbytes > free:
             self.abandon()
-            raise OSError(errno.ENOSPC, f"{nbytes:,} bytes are to be written and {free:,} are free", str(path))
+            raise OSError(
+                errno.ENOSPC, f"{nbytes:,} bytes are to be written and {free:,} are free", str(path)
+            )
 
     def write(self, buffers: Sequence[Buffer]) -> None:
         for first in range(0, len(buffers), _MOST_BUFFERS):

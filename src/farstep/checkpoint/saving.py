@@ -11,7 +11,7 @@ import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -68,6 +68,8 @@ class Draft:
     tree: Any
     tensors: dict[str, TensorInfo]
     writes: Sequence[Write]
+    info: dict[str, Any] = field(default_factory=dict)
+    """What else the manifest tells."""
 
     @property
     def doing(self) -> str:
@@ -212,7 +214,9 @@ def _manifest(draft: Draft, save: str, parts: Sequence[Part]) -> Manifest:
         np.array(dims, dtype=np.int64)[tensors] if dims else np.zeros(0, dtype=np.int64),
     )
     checksums = np.concatenate([part.checksums for part in parts])
-    return Manifest(save, draft.ranks.count, files, draft.tree, draft.tensors, boxes, checksums)
+    return Manifest(
+        save, draft.ranks.count, files, draft.tree, draft.tensors, boxes, checksums, info=draft.info
+    )
 
 
 def _cleaned(storage: Storage) -> list[str]:

@@ -37,8 +37,10 @@ def agree(error: Exception | None, group: Group, doing: str, mark: bytes = bytes
             raise error
         first = next(rank for rank, text in enumerate(texts) if text is not None)
         mismatch, name, text = texts[first]
-        kind = StateMismatch if mismatch else StateError
-        told_of = kind(f"{doing} did not come about, because of rank {first}: {name}: {text}")
+        said = f"{doing} did not come about, because of rank {first}: {name}: {text}"
+        if mismatch:
+            raise StateMismatch(said)
+        told_of = StateError(said)
         told_of.kind = name
         raise told_of
     return bool((rows == rows[0]).all())

@@ -59,7 +59,7 @@ class Spread:
     @classmethod
     def whole(cls, shape: Sequence[int], dtype: torch.dtype, ranks: Iterable[int]) -> Self:
         """All of it on each of these ranks. Tensors of one shape have one, as it is not to be changed."""
-        found: Self = _whole(cls, tuple(shape), dtype, tuple(ranks))
+        found: Self = _whole(cls, tuple(shape), dtype, tuple(ranks))  # type: ignore[arg-type]
         return found
 
     def boxes(self, rank: int) -> list[Box]:
