@@ -10,7 +10,8 @@
         │   ├── NoCheckpoint         there is none, or none that is whole      (also FileNotFoundError)
         │   ├── DamagedCheckpoint    its bytes are not those that were saved
         │   ├── CheckpointMismatch   it has other names, shapes or dtypes than wanted (also ValueError)
-        │   └── CheckpointBusy       another process is saving there
+        │   ├── CheckpointBusy       another process is saving there
+        │   └── StorageFailed        the disk is full, read-only, gone or broken (also OSError)
         ├── OptimError               optimizers across workers
         │   ├── StepError            some owners of parameters did not step
         │   └── StateMismatch        a state that does not fit the optimizer (also ValueError)
@@ -69,6 +70,7 @@ __all__ = [
     "StateError",
     "StateMismatch",
     "StepError",
+    "StorageFailed",
     "UnknownContext",
     "UnknownWorker",
     "Untrusted",
@@ -142,6 +144,10 @@ class CheckpointBusy(CheckpointError):
     """Another process is saving into the same directory."""
 
 
+class StorageFailed(CheckpointError, OSError):
+    """What keeps a checkpoint did not do as it was told: it is full, read-only, gone or broken. `errno` says which, on the rank where it happened."""
+
+
 class OptimError(FarstepError):
     """Something is wrong with an optimizer across workers."""
 
@@ -165,6 +171,9 @@ class StateMismatch(OptimError, ValueError):
 
 class StateError(FarstepError):
     """Something is wrong with tensors that are spread over ranks."""
+
+    kind: str = ""
+    """Where it tells of another rank's error: the name of its class."""
 
 
 class LayoutError(StateError, ValueError):

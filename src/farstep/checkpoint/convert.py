@@ -18,7 +18,7 @@ from farstep.checkpoint.huggingface import write_safetensors
 from farstep.checkpoint.local_disk import LocalDisk, sync_directory
 from farstep.checkpoint.manifest import MANIFEST, is_ours
 from farstep.checkpoint.ranks import Ranks
-from farstep.checkpoint.saving import begun, written
+from farstep.checkpoint.saving import Draft, written
 from farstep.checkpoint.storage import Storage, storage_of
 from farstep.checkpoint.tree import children, is_container, joined
 from farstep.checkpoint.writing import Progress, Tally, Write
@@ -141,15 +141,14 @@ def _put_ours(content: Content, storage: Storage, overwrite: bool, progress: Pro
         raise CheckpointError(
             f"{storage} has something else in it, {what!r}: give a directory that is new or has a checkpoint alone"
         )
-    with ExitStack() as stack:
-        infos = {name: content.info(name) for name in content.tensors}
-        writes = [
-            Write(name, Box.whole(infos[name].shape), tensor, True)  # type: ignore[arg-type]
-            for name, tensor in content.tensors.items()
-            if infos[name].nbytes
-        ]
-        writes.sort(key=lambda each: (-each.tensor.itemsize, -each.tensor.nbytes))
-        written(begun(storage, Ranks(alone=True), content.tree, infos, writes, stack), progress)
+    infos = {name: content.info(name) for name in content.tensors}
+    writes = [
+        Write(name, Box.whole(infos[name].shape), tensor, True)  # type: ignore[arg-type]
+        for name, tensor in content.tensors.items()
+        if infos[name].nbytes
+    ]
+    writes.sort(key=lambda each: (-each.tensor.itemsize, -each.tensor.nbytes))
+    written(Draft(storage, Ranks(alone=True), content.tree, infos, writes), progress)
 
 
 def _write_torch(storage: Storage, name: str, content: Content, tally: Tally) -> None:

@@ -10,7 +10,7 @@ from farstep.checkpoint.filling import Filling, Report, fresh_state
 from farstep.checkpoint.ranks import Ranks
 from farstep.checkpoint.reading import read_into, reads_for
 from farstep.checkpoint.renaming import Rename
-from farstep.checkpoint.sources import manifest_of, opened_by_all, source_of
+from farstep.checkpoint.sources import manifest_of, opened_by_all, reading, source_of
 from farstep.checkpoint.storage import Storage, storage_of
 from farstep.checkpoint.writing import Progress
 from farstep.state.adapters.ranks import Group
@@ -58,7 +58,8 @@ def load(
     with ranks.all_or_none(doing):
         threads = max(1, storage.threads // ranks.count)
         reads = reads_for(manifest, filling.wanted)
-        read_into(storage, manifest, reads, verify=verify, progress=progress, threads=threads)
+        with reading(storage):
+            read_into(storage, manifest, reads, verify=verify, progress=progress, threads=threads)
         filling.finish()
     filling.commit()
     return filling.report
@@ -78,5 +79,6 @@ def read(
     """
     storage, manifest = source_of(storage_of(path, storage_options), verify)
     state, wanted = fresh_state(manifest, names)
-    read_into(storage, manifest, reads_for(manifest, wanted), verify=verify, progress=progress, threads=storage.threads)  # fmt: skip
+    with reading(storage):
+        read_into(storage, manifest, reads_for(manifest, wanted), verify=verify, progress=progress, threads=storage.threads)  # fmt: skip
     return state

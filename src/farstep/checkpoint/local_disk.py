@@ -94,6 +94,12 @@ class LocalDisk(Storage):
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
 
+    def remove_if_empty(self) -> None:
+        try:
+            self.path.rmdir()
+        except OSError:
+            pass  # there is something in it
+
     def __str__(self) -> str:
         return str(self.path)
 

@@ -6,7 +6,8 @@
         "tree": ...,                                              the state, see tree.py
         "tensors": {"names": [...], "dtypes": [...], "shapes": [...]},
         "boxes": {"tensor": [...], "file": [...], "at": [...], "offsets": [...], "sizes": [...]},
-        "checksums": "<base64 of numbers of 8 bytes, little-endian>"}}
+        "checksums": "<base64 of numbers of 8 bytes, little-endian>",
+        "info": {"step": 100, ...}}}                              of whoever saved it, such as a CheckpointManager
 
 Boxes are columns, so that a million of them are read at once: box i is of tensor `tensor[i]`, and its elements, row by row, are at byte `at[i]`
 of file `file[i]`. `offsets` and `sizes` have as many numbers for a box as its tensor has dimensions. A box has a checksum for each
@@ -50,6 +51,7 @@ __all__ = [
     "check_places",
     "data_file",
     "is_ours",
+    "no_collector",
 ]
 
 MANIFEST = "manifest.json"
@@ -128,6 +130,7 @@ class Manifest:
     boxes: Boxes
     checksums: npt.NDArray[np.uint64] = field(repr=False)
     block_bytes: int = BLOCK_BYTES
+    info: dict[str, Any] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -206,6 +209,7 @@ class Manifest:
                     for column in ("tensor", "file", "at", "offsets", "sizes")
                 },
                 "checksums": base64.b64encode(self.checksums.astype("<u8").tobytes()).decode(),
+                "info": self.info,
             },
             separators=(",", ":"),
             ensure_ascii=True,
@@ -225,7 +229,7 @@ class Manifest:
                 f"that could be relied on; load another checkpoint"
             )
         try:
-            with _no_collector():
+            with no_collector():
                 return _checked(json.loads(bytes(body)))
         except (_Bad, LayoutError, DamagedCheckpoint) as exc:
             raise DamagedCheckpoint(f"{where}: {MANIFEST} is not valid: {exc}") from None
@@ -234,7 +238,7 @@ class Manifest:
 
 
 @contextmanager
-def _no_collector() -> Iterator[None]:
+def no_collector() -> Iterator[None]:
     """A million new objects, of which none is garbage, are looked at again and again by the collector."""
     was = gc.isenabled()
     gc.disable()
@@ -253,7 +257,7 @@ class _Bad(Exception):
 
 
 def _checked(found: Any) -> Manifest:
-    _dict(found, "the manifest", "format", "version", "save", "ranks", "block_bytes", "files", "tree", "tensors", "boxes", "checksums")  # fmt: skip
+    _dict(found, "the manifest", "format", "version", "save", "ranks", "block_bytes", "files", "tree", "tensors", "boxes", "checksums", "info")  # fmt: skip
     if found["format"] != FORMAT:
         raise _Bad(f'its format is {found["format"]!r}, not "{FORMAT}"')
     if found["version"] != VERSION:
@@ -269,7 +273,9 @@ def _checked(found: Any) -> Manifest:
     files = _files(found["files"], save)
     tensors = _tensors(found["tensors"])
     boxes = _boxes(found["boxes"], tensors, files)
-    manifest = Manifest(save, ranks, files, found["tree"], tensors, boxes, _checksums(found["checksums"]), block_bytes)  # fmt: skip
+    manifest = Manifest(save, ranks, files, found["tree"], tensors, boxes, _checksums(found["checksums"]), block_bytes, found["info"])  # fmt: skip
+    if type(manifest.info) is not dict:
+        raise _Bad("info is not an object")
     _check_places(manifest)
     tree.check(found["tree"], tensors)
     wanted = int(manifest.first_checksum[-1])

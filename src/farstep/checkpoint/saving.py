@@ -9,26 +9,27 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import xxhash
 
 from farstep.checkpoint.collecting import Collected, collected
+from farstep.checkpoint.handle import settle
 from farstep.checkpoint.manifest import MANIFEST, Boxes, File, Manifest, TensorInfo, is_ours
 from farstep.checkpoint.memory import bytes_of, is_plain
 from farstep.checkpoint.ranks import Ranks
 from farstep.checkpoint.storage import Storage, storage_of
 from farstep.checkpoint.tree import merged
 from farstep.checkpoint.writing import Part, Progress, Write, shared_out, write_part
-from farstep.errors import CheckpointError, DamagedCheckpoint
+from farstep.errors import CheckpointError, DamagedCheckpoint, StorageFailed
 from farstep.state import Layout, Shards, Spread
 from farstep.state.adapters.ranks import Group
 
-__all__ = ["Draft", "begun", "drafted", "save", "written"]
+__all__ = ["Draft", "drafted", "save", "written"]
 
 _COMPARED_BYTES = 64 << 10
 
@@ -54,8 +55,8 @@ def save(
     """
     storage = storage_of(path, storage_options)
     ranks = Ranks(group, no_dist)
-    with ExitStack() as stack:
-        written(drafted(state, storage, ranks, stack), progress)
+    settle(ranks, f"saving into {storage}")
+    written(drafted(state, storage, ranks), progress)
 
 
 @dataclass
@@ -64,16 +65,19 @@ class Draft:
 
     storage: Storage
     ranks: Ranks
-    save: str
     tree: Any
     tensors: dict[str, TensorInfo]
     writes: Sequence[Write]
-    old: list[str]
-    """Files of saves before, to be removed; on the first rank alone."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """What else the manifest tells."""
+
+    @property
+    def doing(self) -> str:
+        return f"saving into {self.storage}"
 
 
-def drafted(state: Any, storage: Storage, ranks: Ranks, stack: ExitStack) -> Draft:
-    """Look at the state and begin a save. The stack's end ends it."""
+def drafted(state: Any, storage: Storage, ranks: Ranks) -> Draft:
+    """Look at the state, without touching the storage."""
     doing = f"saving into {storage}"
     found = Collected(None)
     with ranks.all_or_none(doing):
@@ -81,48 +85,35 @@ def drafted(state: Any, storage: Storage, ranks: Ranks, stack: ExitStack) -> Dra
     tree, spreads = _agreed(found, ranks, doing)
     writes = shared_out(Layout(spreads), found.tensors, ranks.rank)
     tensors = {name: TensorInfo(spread.dtype, spread.shape) for name, spread in spreads.items()}
-    return begun(storage, ranks, tree, tensors, writes, stack)
-
-
-def begun(
-    storage: Storage,
-    ranks: Ranks,
-    tree: Any,
-    tensors: dict[str, TensorInfo],
-    writes: Sequence[Write],
-    stack: ExitStack,
-) -> Draft:
-    """Take the directory for a save, until the stack ends."""
-    doing = f"saving into {storage}"
-    save = secrets.token_hex(8)
-    old: list[str] = []
-    with ranks.all_or_none(doing):
-        if ranks.rank == 0:
-            storage.prepare()
-            stack.enter_context(storage.sole_writer())
-            old = _cleaned(storage)
-    save = ranks.from_first(save)
-    return Draft(storage, ranks, save, tree, tensors, writes, old)
+    return Draft(storage, ranks, tree, tensors, writes)
 
 
 def written(draft: Draft, progress: Progress | None) -> None:
     """Write it, and make it the checkpoint."""
     ranks, storage = draft.ranks, draft.storage
-    doing = f"saving into {storage}"
-    part: Part | None = None
-    try:
-        with ranks.all_or_none(doing):
-            part = write_part(storage, draft.save, ranks.rank, ranks.count, draft.writes, progress)
-        parts = ranks.to_first(part)
-        with ranks.all_or_none(doing):
+    with ExitStack() as stack:
+        old: list[str] = []
+        with ranks.all_or_none(draft.doing), _told_of(storage):
             if ranks.rank == 0:
-                storage.replace(MANIFEST, _manifest(draft, parts).encode())
-    except BaseException:
-        if part is not None and not _is_in_place(storage, draft.save):
-            _forget(storage, [name for name, _ in part.files])
-        raise
-    if ranks.rank == 0:
-        _forget(storage, draft.old)
+                storage.prepare()
+                stack.enter_context(storage.sole_writer())
+                old = _cleaned(storage)
+        save = ranks.from_first(secrets.token_hex(8))
+        part: Part | None = None
+        try:
+            with ranks.all_or_none(draft.doing), _told_of(storage):
+                part = write_part(storage, save, ranks.rank, ranks.count, draft.writes, progress)
+            parts = ranks.to_first(part)
+            with ranks.all_or_none(draft.doing), _told_of(storage):
+                if ranks.rank == 0:
+                    _check_shared(storage, parts)
+                    storage.replace(MANIFEST, _manifest(draft, save, parts).encode())
+        except BaseException:
+            if part is not None and not _is_in_place(storage, save):
+                _forget(storage, [name for name, _ in part.files])
+            raise
+        if ranks.rank == 0:
+            _forget(storage, old)
 
 
 def _agreed(found: Collected, ranks: Ranks, doing: str) -> tuple[Any, dict[str, Spread]]:
@@ -204,7 +195,7 @@ def _held_by(spread: Spread, ranks: Sequence[int]) -> Spread:
     return Spread(spread.shape, spread.dtype, spread.ranks[has], spread.offsets[has], spread.sizes[has])
 
 
-def _manifest(draft: Draft, parts: Sequence[Part]) -> Manifest:
+def _manifest(draft: Draft, save: str, parts: Sequence[Part]) -> Manifest:
     numbers = {name: number for number, name in enumerate(draft.tensors)}
     dims = [len(info.shape) for info in draft.tensors.values()]
     files: list[File] = []
@@ -223,7 +214,9 @@ def _manifest(draft: Draft, parts: Sequence[Part]) -> Manifest:
         np.array(dims, dtype=np.int64)[tensors] if dims else np.zeros(0, dtype=np.int64),
     )
     checksums = np.concatenate([part.checksums for part in parts])
-    return Manifest(draft.save, draft.ranks.count, files, draft.tree, draft.tensors, boxes, checksums)
+    return Manifest(
+        save, draft.ranks.count, files, draft.tree, draft.tensors, boxes, checksums, info=draft.info
+    )
 
 
 def _cleaned(storage: Storage) -> list[str]:
@@ -237,6 +230,34 @@ def _cleaned(storage: Storage) -> list[str]:
         kept = set(ours)  # what could be saved from it is not ours to remove, until a whole one is there
     storage.delete(name for name in ours if name not in kept)
     return [name for name in ours if name in kept]
+
+
+def _check_shared(storage: Storage, parts: Sequence[Part]) -> None:
+    """Whether what others wrote is here: they may have been given another path, or a disk of their own."""
+    for part in parts[1:]:
+        for name, _ in part.files:
+            try:
+                storage.open(name).close()
+            except FileNotFoundError:
+                raise CheckpointError(
+                    f"{storage}: rank {part.rank} has written {name}, and rank 0 does not find it there. All ranks give the same path, on a disk or storage that they share. "
+                    f"Nothing has been saved"
+                ) from None
+
+
+@contextmanager
+def _told_of(storage: Storage) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as exc:
+        what = f"{exc.strerror or exc}{f' ({exc.filename})' if exc.filename else ''}"
+        failed = StorageFailed(
+            f"saving into {storage} failed: {what}. Nothing has been saved; what was there before still is"
+        )
+        failed.errno = exc.errno
+        raise failed from exc
 
 
 def _is_in_place(storage: Storage, save: str) -> bool:

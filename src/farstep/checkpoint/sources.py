@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import threading
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from threading import Event
 
 import torch
@@ -17,10 +19,10 @@ from farstep.checkpoint.ranks import Ranks
 from farstep.checkpoint.reading import Files, Read, Reader, planned
 from farstep.checkpoint.storage import Storage
 from farstep.checkpoint.writing import Tally
-from farstep.errors import CheckpointError, NoCheckpoint
+from farstep.errors import CheckpointError, DamagedCheckpoint, NoCheckpoint, StorageFailed
 from farstep.state import Box
 
-__all__ = ["Source", "StoredTensor", "format_of", "manifest_of", "opened_by_all", "source_of"]
+__all__ = ["Source", "StoredTensor", "format_of", "manifest_of", "opened_by_all", "reading", "source_of"]
 
 _ZIP = b"PK\x03\x04"
 
@@ -54,17 +56,37 @@ def format_of(storage: Storage) -> str:
 def manifest_of(storage: Storage) -> Manifest:
     """Of a checkpoint of ours. Raises NoCheckpoint or DamagedCheckpoint."""
     try:
-        return Manifest.decode(storage.read(MANIFEST), str(storage))
+        with reading(storage):
+            data = storage.read(MANIFEST)
     except FileNotFoundError:
         raise NoCheckpoint(
             f"there is no checkpoint in {storage}: it has no {MANIFEST}, which a save puts there when all is written"
         ) from None
+    return Manifest.decode(data, str(storage))
+
+
+@contextmanager
+def reading(storage: Storage) -> Iterator[None]:
+    """What a disk cannot read any more is damage; else it may be there another time."""
+    try:
+        yield
+    except (CheckpointError, FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as exc:
+        if exc.errno == errno.EIO:
+            raise DamagedCheckpoint(
+                f"{storage} cannot be read any more: {exc}. Load another checkpoint"
+            ) from exc
+        failed = StorageFailed(f"reading {storage} failed: {exc}")
+        failed.errno = exc.errno
+        raise failed from exc
 
 
 def source_of(storage: Storage, verify: bool = True) -> tuple[Storage, Manifest]:
     """A storage and a manifest to read a checkpoint by, of whatever format. Raises NoCheckpoint, DamagedCheckpoint."""
     try:  # most are ours: one read tells
-        return storage, Manifest.decode(storage.read(MANIFEST), str(storage))
+        with reading(storage):
+            return storage, Manifest.decode(storage.read(MANIFEST), str(storage))
     except (FileNotFoundError, NotADirectoryError):
         pass
     kind = format_of(storage)

@@ -101,6 +101,10 @@ class Storage(ABC):
     def remove(self) -> None:
         """The directory and what is in it."""
 
+    def remove_if_empty(self) -> None:
+        if not self.names() and not self.directories():
+            self.remove()
+
     def __str__(self) -> str:
         return type(self).__name__
 

@@ -106,7 +106,8 @@ def shared_out(layout: Layout, shards: Mapping[str, Shards], rank: int) -> list[
     alone = order[first[count == 1]]
     load = np.zeros(int(columns.rank.max()) + 1, dtype=np.int64)
     np.add.at(load, columns.rank[alone], nbytes[alone])
-    found = [(int(row), columns.box(int(row)), False) for row in alone[columns.rank[alone] == rank]]
+    own = alone[columns.rank[alone] == rank]
+    found = [(row, box, False) for row, box in zip(own.tolist(), columns.boxes_at(own), strict=True)]
     several = [order[f : f + c] for f, c in zip(first[count > 1], count[count > 1], strict=True)]
     several.sort(key=lambda rows: (-int(nbytes[rows[0]]), int(key[rows[0]])))
     for rows in several:
@@ -123,9 +124,8 @@ def shared_out(layout: Layout, shards: Mapping[str, Shards], rank: int) -> list[
     for (row, box, is_piece), number in zip(found, numbers, strict=True):
         name = names[int(columns.tensor[row])]
         tensor = shards[name].tensors[number]
-        held = columns.box(row)
-        view = tensor[box.within(held).slices] if is_piece else tensor
-        writes.append(Write(name, box, view, box == Box.whole(layout[name].shape)))
+        view = tensor[box.within(columns.box(row)).slices] if is_piece else tensor
+        writes.append(Write(name, box, view, box.sizes == layout[name].shape))
     # Elements of 8 bytes before those of 4, and so on: then all lie at multiples of their size.
     writes.sort(key=lambda each: (-each.tensor.itemsize, -each.tensor.nbytes))
     return writes
