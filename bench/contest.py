@@ -20,12 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench import optim_state, sharded
+from bench import checkpoints, optim_state, sharded
 from bench.group import Group, GroupFailed
 from bench.worker import obey, quiet
 
 Say = Callable[[str], None]
-CASES = {**sharded.CASES, **optim_state.CASES}
+CASES = {**sharded.CASES, **optim_state.CASES, **checkpoints.CASES}
 
 
 @dataclass(frozen=True)
@@ -179,10 +179,14 @@ def _answer(stack: ExitStack, acts: dict[str, Callable[[], object]], command: tu
 
 
 def _timed(act: Callable[[], object]) -> float:
+    if isinstance(act, checkpoints.Prepared):
+        act = act.prepare()
     dist.barrier()
     start = time.perf_counter()
     result = act()
     dist.barrier()
     seconds = time.perf_counter() - start
+    if isinstance(result, checkpoints.Begun):
+        result.finish()
     del result
     return seconds

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from bench import optim_state
+from bench import checkpoints, optim_state
 from bench.contest import Contest, Match, Outcome
 from bench.sharded import FSDP_SIZES, FSDP_STEPS, LARGE, MEDIUM
 
@@ -107,6 +107,86 @@ BY_NAME = [
     for subject in optim_state.SUBJECTS
     for ranks, target in subject.targets.items()
 ]
+_SAVED = "{size}, {place}, {ranks}: durable save; {other}"
+_LOADED = "{size}, {place}, {ranks}: load, verified; {other}"
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def _checkpoint(
+    act: str, text: str, size: str, place: str, ranks: int, targets: dict[str, float | None]
+) -> Contest:
+    return Contest(
+        f"{act}-{size.replace(' ', '')}-{place}-{ranks}",
+        f"{act}-{size.replace(' ', '')}-{place}",
+        ranks,
+        [
+            Match(
+                text.format(size=size, place=place, ranks=_ranks(ranks), other=other),
+                other,
+                "farstep",
+                target,
+            )
+            for other, target in targets.items()
+        ],
+        most_rounds=5 if size == "1 GB" else 3,
+        weighed=("DCP", "farstep") if act == "load" and size == "1 GB" and place == "tmpfs" else (),
+    )
+
+
+def _moved(act: str, ranks: int, place: str, title: str, targets: dict[str, float | None]) -> Contest:
+    matches = [
+        Match(f"1 GB, {place}: {title}; {other}", other, "farstep", target)
+        for other, target in targets.items()
+    ]
+    return Contest(f"{act}-{place}-{ranks}", f"{act}-{place}", ranks, matches, most_rounds=5)
+
+
+CHECKPOINTS = [
+    *(
+        _checkpoint(
+            "save",
+            _SAVED,
+            size,
+            place,
+            n,
+            {"DCP": 2.0 if n == 1 else 2.5, "safetensors": 1.0, "torch.save": None, "raw": None},
+        )
+        for size in checkpoints.SIZES
+        for place in checkpoints.PLACES
+        for n in (1, 2, 4)
+    ),
+    *(
+        _checkpoint(
+            "load",
+            _LOADED,
+            size,
+            place,
+            n,
+            {"DCP": 4.0, "safetensors": None, "torch.save": None, "raw": None},
+        )
+        for size in checkpoints.SIZES
+        for place in checkpoints.PLACES
+        for n in (1, 2, 4)
+    ),
+    *(
+        contest
+        for place in checkpoints.PLACES
+        for contest in (
+            _moved("reshard", 4, place, "what 2 ranks saved, on 4", {"DCP": 6.0}),
+            _moved("whole", 2, place, "what 2 ranks saved, whole on each", {"DCP": 3.0}),
+            _moved(
+                "stall",
+                2,
+                place,
+                "what a training waits for a save in the background, 2 ranks",
+                {"DCP": 3.0, "DCP, stager reused": 1.5, "memcpy": None},
+            ),
+        )
+    ),
+]
 CONTESTS = [ZERO, *FSDP2, *STATES, *BY_NAME]
 
 
@@ -163,6 +243,21 @@ def report(contests: Sequence[Contest], outcomes: dict[str, Outcome]) -> list[st
             parts += [
                 "Memory that they take meanwhile, at most, on the first rank and on any other, the result included:",
                 _growth(weighed, outcomes),
+            ]
+    saved = [c for c in contests if c in CHECKPOINTS]
+    if saved:
+        parts += [
+            "## Checkpoints",
+            "The state of a model and AdamW as DTensors cut over the ranks, 63 tensors. A save is durable: files and directory are synced, as DCP does by default, and as is done "
+            "after `torch.save` and `safetensors.save_file`, which write each rank's part to a file of its own. A load goes into the state's own memory; of these only farstep's compares "
+            "checksums. `raw` writes and reads the same bytes with nothing else. What was just written is read from the kernel's cache, by all alike.",
+            _table(saved, outcomes).replace("| torch |", "| other |", 1),
+        ]
+        weighed = [c for c in saved if outcomes[c.key].memory]
+        if weighed:
+            parts += [
+                "Memory that a load takes beside the state, at most on any rank:",
+                _beside(weighed, outcomes),
             ]
     if parts:
         parts.append(_summary(contests, outcomes))
@@ -235,6 +330,17 @@ def _extra(contests: Sequence[Contest], outcomes: dict[str, Outcome]) -> str:
             grown = [peak - before for before, peak in outcomes[contest.key].memory[way]]
             line += [f"{max(0, grown[0] - result) / 1e6:.0f} MB", f"{max(grown[1:]) / 1e6:.0f} MB"]
         lines.append(line)
+    return _ruled(lines)
+
+
+def _beside(contests: Sequence[Contest], outcomes: dict[str, Outcome]) -> str:
+    lines = [["", "DCP", "farstep"], ["---", "---:", "---:"]]
+    for contest in contests:
+        memory = outcomes[contest.key].memory
+        most = [max(peak - before for before, peak in memory[way]) for way in ("DCP", "farstep")]
+        lines.append(
+            [contest.matches[0].title.rpartition(";")[0], *(f"{each / 1e6:.0f} MB" for each in most)]
+        )
     return _ruled(lines)
 
 

@@ -6,6 +6,12 @@
         │   ├── UnknownContext       a context that was never opened here, or has been released
         │   ├── BackwardError        something failed on some worker during backward
         │   └── BackwardTimeout      nothing was heard of a backward pass for too long  (also TimeoutError)
+        ├── CheckpointError          saving and loading
+        │   ├── NoCheckpoint         there is none, or none that is whole      (also FileNotFoundError)
+        │   ├── DamagedCheckpoint    its bytes are not those that were saved
+        │   ├── CheckpointMismatch   it has other names, shapes or dtypes than wanted (also ValueError)
+        │   ├── CheckpointBusy       another process is saving there
+        │   └── StorageFailed        the disk is full, read-only, gone or broken (also OSError)
         ├── OptimError               optimizers across workers
         │   ├── StepError            some owners of parameters did not step
         │   └── StateMismatch        a state that does not fit the optimizer (also ValueError)
@@ -40,12 +46,17 @@ __all__ = [
     "AutogradError",
     "BackwardError",
     "BackwardTimeout",
+    "CheckpointBusy",
+    "CheckpointError",
+    "CheckpointMismatch",
+    "DamagedCheckpoint",
     "DuplicateName",
     "ExchangeError",
     "FarstepError",
     "InitTimeout",
     "InsecureTransport",
     "LayoutError",
+    "NoCheckpoint",
     "NotInitialized",
     "OptimError",
     "PayloadError",
@@ -59,6 +70,7 @@ __all__ = [
     "StateError",
     "StateMismatch",
     "StepError",
+    "StorageFailed",
     "UnknownContext",
     "UnknownWorker",
     "Untrusted",
@@ -109,6 +121,33 @@ class BackwardTimeout(AutogradError, TimeoutError):
     """Nothing was heard of a backward pass for longer than its timeout. The message says who was to report."""
 
 
+class CheckpointError(FarstepError):
+    """A checkpoint could not be saved or loaded."""
+
+
+class NoCheckpoint(CheckpointError, FileNotFoundError):
+    """There is no checkpoint at that place, or only what a save left that did not finish."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A file of a checkpoint is missing, too short, or has other bytes than were saved. The message names the file and the tensor.
+
+    Tensors that were being loaded may be partly written: load another checkpoint before they are used.
+    """
+
+
+class CheckpointMismatch(CheckpointError, ValueError):
+    """A checkpoint has other names, shapes or dtypes than the state that is to be loaded. Nothing has been changed."""
+
+
+class CheckpointBusy(CheckpointError):
+    """Another process is saving into the same directory."""
+
+
+class StorageFailed(CheckpointError, OSError):
+    """What keeps a checkpoint did not do as it was told: it is full, read-only, gone or broken. `errno` says which, on the rank where it happened."""
+
+
 class OptimError(FarstepError):
     """Something is wrong with an optimizer across workers."""
 
@@ -132,6 +171,9 @@ class StateMismatch(OptimError, ValueError):
 
 class StateError(FarstepError):
     """Something is wrong with tensors that are spread over ranks."""
+
+    kind: str = ""
+    """Where it tells of another rank's error: the name of its class."""
 
 
 class LayoutError(StateError, ValueError):

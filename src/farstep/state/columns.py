@@ -187,9 +187,14 @@ class Columns:
 
     def box(self, row: int) -> Box:
         """For messages."""
-        dims = len(self.shapes[int(self.tensor[row])])
-        start, stop = self.start[:dims, row].tolist(), self.stop[:dims, row].tolist()
-        return Box(tuple(start), tuple(b - a for a, b in zip(start, stop, strict=True)))
+        (found,) = self.boxes_at(np.array([row], dtype=np.int64))
+        return found
+
+    def boxes_at(self, rows: Ints) -> list[Box]:
+        dims = [len(self.shapes[tensor]) for tensor in self.tensor[rows].tolist()]
+        start = self.start[:, rows]
+        columns = (start.T.tolist(), (self.stop[:, rows] - start).T.tolist(), dims)
+        return [Box(tuple(offsets[:n]), tuple(sizes[:n])) for offsets, sizes, n in zip(*columns, strict=True)]
 
 
 def _joined(columns: Sequence[Ints]) -> Ints:

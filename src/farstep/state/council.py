@@ -128,15 +128,17 @@ def _rows(
     rows = every.cpu()
     if rows[:, 0].any():
         mismatch = isinstance(error, StateMismatch)
-        told = None if error is None else (mismatch, f"{type(error).__name__}: {error}")
+        told = None if error is None else (mismatch, type(error).__name__, str(error))
         texts = gathered(told, group, doing, kind=kind)
         if error is not None:
             raise error
         first = next(rank for rank, text in enumerate(texts) if text is not None)
-        mismatch, text = texts[first]
-        raise (StateMismatch if mismatch else kind)(
-            f"{doing} did not come about, because of rank {first}: {text}" + (f". {help}" if help else "")
-        )
+        mismatch, name, text = texts[first]
+        words = f"{doing} did not come about, because of rank {first}: {name}: {text}"
+        failure = (StateMismatch if mismatch else kind)(words + (f". {help}" if help else ""))
+        if isinstance(failure, StateError):
+            failure.kind = name
+        raise failure
     acts = rows[:, 1 : 1 + _MARK_BYTES]
     if not (acts == acts[0]).all():
         said = gathered(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Self
 
 import numpy as np
@@ -61,10 +61,10 @@ class Spread:
             _int64([box.sizes for _, box in rows]).reshape(columns),
         )
 
-    @classmethod
-    def whole(cls, shape: Sequence[int], dtype: torch.dtype, ranks: Iterable[int]) -> Self:
+    @staticmethod
+    def whole(shape: Sequence[int], dtype: torch.dtype, ranks: Iterable[int]) -> Spread:
         """All of it on each of these ranks."""
-        return cls.of(shape, dtype, {rank: [Box.whole(shape)] for rank in ranks})
+        return _whole(tuple(shape), dtype, tuple(ranks))
 
     def boxes(self, rank: int) -> list[Box]:
         """What a rank holds of it."""
@@ -154,6 +154,13 @@ class Spread:
             return f"<{what}: {len(self.ranks)} boxes on {len(holders)} ranks>"
         each = "; ".join(f"rank {r} {' '.join(map(str, self.boxes(r)))}" for r in holders.tolist())
         return f"<{what}: {each or 'on no rank'}>"
+
+
+@lru_cache(maxsize=256)
+def _whole(shape: tuple[int, ...], dtype: torch.dtype, ranks: tuple[int, ...]) -> Spread:
+    """Models have many tensors of a few shapes."""
+    box = Box.whole(shape)
+    return Spread.of(shape, dtype, {rank: [box] for rank in ranks})
 
 
 class Layout(Mapping[str, Spread]):

@@ -104,8 +104,9 @@ class _Slot:
 
 
 class Loading:
-    def __init__(self, roster: Roster, given: Given, group: Group) -> None:
-        self._roster, self._given = roster, given
+    def __init__(self, roster: Roster, given: Given, group: Group, *, in_place: bool = False) -> None:
+        """`in_place`: into the memory of the state that the optimizer has now, where that is alike. It does not survive a failure then."""
+        self._roster, self._given, self._in_place = roster, given, in_place
         self._rank, self._ranks = own_rank(group), size_of(group)
         self._slots = list(_slots(roster))
         self._options: list[dict[str, Any]] = []
@@ -237,7 +238,10 @@ class Loading:
         device = old.device if isinstance(old, Tensor) else None
         seat, number = slot.members[0]
         wanted = dtype_for(stepper_of(slot.group.optimizer), slot.key.dtype, dtype)
-        made = seat.fresh(number, wanted, device)
+        if self._in_place and isinstance(old, Tensor) and old.dtype == wanted and seat.is_like(number, old):
+            made = old
+        else:
+            made = seat.fresh(number, wanted, device)
         for (seat, number), entry in zip(slot.members, entries, strict=True):
             if isinstance(entry, Whole):
                 pieces = self._pieces.setdefault((seat.name, key), {})

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from farstep.errors import StateMismatch
 from farstep.state.optim_roster import Roster
 
-__all__ = ["Rename", "Translation"]
+__all__ = ["Rename", "Translation", "cleaned"]
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
 """Saved names -> those here. Names that a mapping does not have stay as they are."""
@@ -23,7 +23,7 @@ class Translation:
     def __call__(self, saved: str) -> str:
         name = self._renamed(saved)
         if name not in self._roster.known:
-            name = _cleaned(name, self._roster.known.__contains__)
+            name = cleaned(name, self._roster.known.__contains__)
         return self._roster.aliases.get(name, name)
 
     def is_known(self, saved: str) -> bool:
@@ -44,7 +44,7 @@ class Translation:
         return new
 
 
-def _cleaned(name: str, known: Callable[[str], bool]) -> str:
+def cleaned(name: str, known: Callable[[str], bool]) -> str:
     """A name without what wrappers put into it, if the model knows it so."""
     bare = re.sub(r"\b(_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\.", "", name)
     for candidate in (bare, bare.removeprefix("module.")):

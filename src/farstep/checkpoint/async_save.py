@@ -1,0 +1,88 @@
+"""Saving in the background: the caller waits for a copy of what this rank writes, and not for the disk."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from farstep.checkpoint.handle import SaveHandle, begin, settle
+from farstep.checkpoint.manifest import no_collector
+from farstep.checkpoint.ranks import Ranks, reached
+from farstep.checkpoint.saving import Draft, drafted, written
+from farstep.checkpoint.staging import staging
+from farstep.checkpoint.storage import Storage, storage_of
+from farstep.checkpoint.writing import Progress
+from farstep.state.adapters.ranks import Group, timeout_of
+
+__all__ = ["async_save", "saved_behind"]
+
+_one_call = threading.Lock()
+_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+"""For each group one of the same ranks, for what they say to one another in the background."""
+
+
+def async_save(
+    state: Any,
+    path: str | os.PathLike[str] | Storage,
+    *,
+    group: Group = None,
+    no_dist: bool = False,
+    progress: Progress | None = None,
+    storage_options: dict[str, Any] | None = None,
+) -> SaveHandle:
+    """Save a state as `save` does, but return as soon as it has been copied; a thread writes the copy. All ranks of the group call it.
+
+    What happens to the state after the call does not change what is saved. The copy is of what this rank writes, in main memory, which is kept for the
+    next one (`release_staging` gives it back). There is one copy at most: if a save is under way in this process, this one waits for it first,
+    and so does `save`.
+
+    What fails later is raised by the handle's `wait`, and, if nobody waits, by the next `save` or `async_save` of this process, which then does
+    nothing else; at the end of the process, which waits for the save, it is a warning. Until the new checkpoint is whole the old one stays.
+
+    `progress(bytes_done, bytes_total)` is called on the thread that writes. With several ranks the thread has a process group of its own (gloo), made at the first call for a group. Wait before
+    `destroy_process_group`.
+    """
+    return saved_behind(state, storage_of(path, storage_options), Ranks(group, no_dist), progress)
+
+
+def saved_behind(
+    state: Any,
+    storage: Storage,
+    ranks: Ranks,
+    progress: Progress | None,
+    write: Callable[[Draft, Progress], None] = written,
+) -> SaveHandle:
+    """The same; `write` is what the thread does."""
+    with _one_call, no_collector():
+        settle(ranks, f"saving into {storage}")
+        draft = drafted(state, storage, ranks)
+        with ranks.all_or_none(draft.doing):
+            copy = staging.copy(draft.writes, ranks.count)
+        draft = replace(draft, ranks=_behind(ranks), writes=())
+
+        def work(told: Progress) -> None:
+            draft.writes = copy.writes()
+            write(draft, told)
+
+        return begin(str(storage), copy.nbytes, work, progress)
+
+
+def _behind(ranks: Ranks) -> Ranks:
+    """The same ranks, for another thread."""
+    if ranks.alone:
+        return ranks
+    group = ranks.group or dist.group.WORLD
+    assert group is not None
+    other = _groups.get(group)
+    if other is None:
+        members = dist.get_process_group_ranks(group)
+        with reached():
+            other = dist.new_group(members, timeout_of(group), "gloo", use_local_synchronization=True)
+        _groups[group] = other
+    return Ranks(other)

@@ -1,0 +1,119 @@
+"""What there is in a state: its values as a tree, and its tensors by name, as this rank holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from farstep.checkpoint.objects import Optimizer, models_in, module_state, optimizer_state
+from farstep.checkpoint.ranks import Ranks
+from farstep.checkpoint.tree import MOST_DEPTH, PerRank, encode_mapping, encode_value, joined
+from farstep.errors import CheckpointError
+from farstep.state import RankOwned, Shards, Spread, on_rank, shards_of
+
+__all__ = ["Collected", "collected"]
+
+
+@dataclass
+class Collected:
+    tree: Any
+    tensors: dict[str, Shards] = field(default_factory=dict)
+
+
+def collected(state: Any, ranks: Ranks) -> Collected:
+    """Raises CheckpointError, which names the place, for what a checkpoint cannot keep."""
+    collector = _Collector(state, ranks)
+    found = collector.walk(state, "", 0)
+    return Collected(found, collector.tensors)
+
+
+class _Collector:
+    def __init__(self, state: Any, ranks: Ranks) -> None:
+        self._ranks, self._group = ranks, ranks.group
+        self._models = models_in(state)
+        self.tensors: dict[str, Shards] = {}
+        self._names: dict[Any, str] = {}
+        """Of tensors that have been seen, by their memory."""
+        self._taken: set[str] = set()
+        self._alive: list[Any] = []
+        """They are not to be freed before all have been seen, as another would get the same memory then."""
+        self._for_this_rank = False
+
+    def walk(self, value: Any, name: str, depth: int) -> Any:
+        if depth > MOST_DEPTH:
+            raise CheckpointError(f"{name[:200]!r} is nested too deep, or has itself inside")
+        if isinstance(value, np.ndarray):
+            value = torch.from_numpy(value)
+        if isinstance(value, Shards | Tensor):
+            self._name(name)
+            return self._tensor(value, name)
+        if isinstance(value, nn.Module):
+            return self.walk(module_state(value, self._group, self._ranks.is_cut_off), name, depth + 1)
+        if isinstance(value, Optimizer):
+            return self.walk(optimizer_state(value, self._models, self._group, name), name, depth + 1)
+        if isinstance(value, PerRank):
+            return self._per_rank(value.value, name, depth)
+        if isinstance(value, RankOwned):
+            return self._per_rank(value.tensors.get(self._ranks.rank), name, depth)
+        if isinstance(value, Mapping):
+            nodes = {key: self.walk(each, joined(name, key), depth + 1) for key, each in value.items()}
+            return encode_mapping(nodes)
+        if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+            kind = "list" if isinstance(value, list) else "tuple"
+            return {kind: [self.walk(each, joined(name, i), depth + 1) for i, each in enumerate(value)]}
+        if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
+            return self.walk(value.state_dict(), name, depth + 1)
+        self._name(name)
+        try:
+            return encode_value(value)
+        except (TypeError, ValueError) as exc:
+            raise CheckpointError(
+                f"{name!r} is {exc}, which a checkpoint does not keep: it keeps tensors, numbers, strings, bytes, lists, dicts, and objects with state_dict and "
+                f"load_state_dict. Nothing has been saved"
+            ) from None
+
+    def _name(self, name: str) -> None:
+        if name in self._taken:
+            raise CheckpointError(
+                f"two values are called {name!r}, as a key with a dot in it reads like a key within a key, and 1 like '1': rename one of them. Nothing has "
+                f"been saved"
+            )
+        self._taken.add(name)
+
+    def _per_rank(self, value: Any, name: str, depth: int) -> Any:
+        rank, was = self._ranks.rank, self._for_this_rank
+        self._for_this_rank = True
+        try:
+            node = self.walk(value, joined(name, f"rank{rank}"), depth + 1)
+        finally:
+            self._for_this_rank = was
+        return {"ranks": [node if each == rank else None for each in range(self._ranks.count)]}
+
+    def _tensor(self, value: Tensor | Shards, name: str) -> Any:
+        self._alive.append(value)
+        memory = _memory(value)
+        known = None if memory is None else self._names.setdefault(memory, name)
+        if known is not None and known != name:
+            return {"tensor": known}
+        if self._ranks.is_cut_off and isinstance(value, Tensor) and type(value) in (Tensor, nn.Parameter):
+            self.tensors[name] = Shards(Spread.whole(value.shape, value.dtype, [0]), [value.detach()])
+        elif self._for_this_rank and isinstance(value, Tensor):
+            self.tensors[name] = on_rank(value, self._ranks.rank, self._group, name)
+        else:
+            self.tensors[name] = shards_of(value, self._group, name=name)
+        return {"tensor": None}
+
+
+def _memory(value: Tensor | Shards) -> Any:
+    """The same for tensors that are the same; None for what cannot be told."""
+    if isinstance(value, Tensor) and type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided:
+        if not value.numel() or value.is_meta:
+            return None
+        return value.data_ptr(), value.shape, value.stride(), value.dtype, value.device, value.is_conj(), value.is_neg()  # fmt: skip
+    # Of others a rank may have nothing by which to tell; tied ones come as one object.
+    return id(value)

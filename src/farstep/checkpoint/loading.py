@@ -1,0 +1,84 @@
+"""Loading: what a state wants is looked up in a checkpoint by name, checked, read into the state's own memory, and put in place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from farstep.checkpoint.filling import Filling, Report, fresh_state
+from farstep.checkpoint.ranks import Ranks
+from farstep.checkpoint.reading import read_into, reads_for
+from farstep.checkpoint.renaming import Rename
+from farstep.checkpoint.sources import manifest_of, opened_by_all, reading, source_of
+from farstep.checkpoint.storage import Storage, storage_of
+from farstep.checkpoint.writing import Progress
+from farstep.state.adapters.ranks import Group
+
+__all__ = ["load", "manifest_of", "read"]
+
+
+def load(
+    state: Any,
+    path: str | os.PathLike[str] | Storage,
+    strict: bool = True,
+    *,
+    rename: Rename | None = None,
+    convert_dtype: bool = False,
+    verify: bool = True,
+    group: Group = None,
+    no_dist: bool = False,
+    progress: Progress | None = None,
+    storage_options: dict[str, Any] | None = None,
+) -> Report:
+    """Load a checkpoint into a state of the same form, on any number of ranks. All ranks of the group call it.
+
+    The checkpoint is one that `save` wrote, one of torch's DCP, or safetensors files of Hugging Face's.
+
+    Tensors are filled in place, each rank reading what it holds of them. Values in dicts and lists are replaced, and objects are given theirs by
+    `load_state_dict`. A state may name less than the checkpoint has: then that is all that is read, but with `strict` it must say so by naming
+    no part of what it leaves out.
+
+    `strict`: every name in the state is in the checkpoint with the same shape, and the other way round. Else names that only one has, and
+    tensors of other shapes, are left as they are and told of in the report. Dtypes must be the same unless `convert_dtype`.
+    `rename` gives the names that things have in the checkpoint their names in the state: a mapping, of which an entry also goes for all names below
+    it, or a function. Every block that is read is compared with its checksum; `verify=False` leaves that out.
+
+    CheckpointMismatch, and anything else that is found before reading, changes nothing. After DamagedCheckpoint tensors may be partly
+    written, on all ranks.
+    """
+    ranks = Ranks(group, no_dist)
+    storage, manifest = opened_by_all(storage_of(path, storage_options), ranks, verify)
+    doing = f"loading from {storage}"
+    filling: Filling | None = None
+    with ranks.all_or_none(doing):
+        filling = Filling(storage, manifest, ranks, strict, convert_dtype, rename)
+        filling.prepare(state)
+    assert filling is not None
+    with ranks.all_or_none(doing):
+        threads = max(1, storage.threads // ranks.count)
+        reads = reads_for(manifest, filling.wanted)
+        with reading(storage):
+            read_into(storage, manifest, reads, verify=verify, progress=progress, threads=threads)
+        filling.finish()
+    filling.commit()
+    return filling.report
+
+
+def read(
+    path: str | os.PathLike[str] | Storage,
+    *,
+    names: Callable[[str], bool] | None = None,
+    verify: bool = True,
+    progress: Progress | None = None,
+    storage_options: dict[str, Any] | None = None,
+) -> Any:
+    """A checkpoint's whole state, as nested dicts and lists with plain tensors in main memory; or of its tensors those whose names are wanted.
+
+    This process reads it by itself. Of what each rank had for itself, the first rank's.
+    """
+    storage, manifest = source_of(storage_of(path, storage_options), verify)
+    state, wanted = fresh_state(manifest, names)
+    with reading(storage):
+        read_into(storage, manifest, reads_for(manifest, wanted), verify=verify, progress=progress, threads=storage.threads)  # fmt: skip
+    return state

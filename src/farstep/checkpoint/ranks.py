@@ -1,0 +1,101 @@
+"""The processes that save or load together: those of a process group, or this one alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from farstep import errors
+from farstep.errors import CheckpointError, StateError
+from farstep.state.adapters.ranks import Group, own_rank, size_of
+from farstep.state.council import agree, everyones, mark_of
+
+__all__ = ["Ranks", "reached"]
+
+
+class Ranks:
+    """`group` is that of a process group's ranks; `alone` leaves all others out of it, whatever groups there are."""
+
+    def __init__(self, group: Group = None, alone: bool = False) -> None:
+        if alone and group is not None:
+            raise ValueError("no_dist=True leaves other ranks out, so there is no group to give")
+        self.group = group
+        self.alone = alone or size_of(group) == 1
+        self.is_cut_off = alone
+        self.rank = 0 if alone else own_rank(group)
+        self.count = 1 if alone else size_of(group)
+
+    @contextmanager
+    def all_or_none(self, doing: str) -> Iterator[None]:
+        """Every rank does what is inside; if one fails there, all raise: it its own error, the others one that tells of it."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as exc:
+            error = exc
+        self.agree(error, doing)
+
+    def agree(self, error: Exception | None, doing: str, mark: bytes = b"") -> bool:
+        """All go on, or all raise. Returns whether all gave the same mark."""
+        if self.alone:
+            if error is not None:
+                raise error
+            return True
+        with reached():
+            return agree(error, self.group, doing, mark_of(mark))
+
+    def everyones(self, value: Any, doing: str) -> list[Any] | None:
+        """Every rank's; None if all have the same."""
+        if self.alone:
+            return None
+        with reached():
+            return everyones(value, None, self.group, doing)
+
+    def to_first(self, value: Any) -> list[Any]:
+        """On the first rank every rank's; nothing elsewhere."""
+        if self.alone:
+            return [value]
+        found: list[Any] | None = [None] * self.count if self.rank == 0 else None
+        with reached():
+            dist.gather_object(value, found, group=self.group, group_dst=0)
+        return found or []
+
+    def from_first(self, value: Any) -> Any:
+        if self.alone:
+            return value
+        box = [value]
+        with reached():
+            dist.broadcast_object_list(box, group=self.group, group_src=0)
+        return box[0]
+
+
+_WORDS = ("gloo", "timed out", "timeout", "connection")
+"""Of torch's plain RuntimeErrors, those that have one of these are about other ranks."""
+
+
+def _kind(exc: StateError) -> type[CheckpointError]:
+    """That of the other rank's error, so that all can catch the same."""
+    found = getattr(errors, getattr(exc, "kind", ""), CheckpointError)
+    return found if isinstance(found, type) and issubclass(found, CheckpointError) else CheckpointError
+
+
+@contextmanager
+def reached() -> Iterator[None]:
+    """Errors of other ranks, and of not reaching them, in words of checkpoints."""
+    try:
+        yield
+    except StateError as exc:  # another rank's
+        raise _kind(exc)(str(exc)) from exc
+    except CheckpointError:
+        raise
+    except RuntimeError as exc:
+        text = str(exc).lower()
+        if not isinstance(exc, dist.DistError) and not any(word in text for word in _WORDS):
+            raise
+        raise CheckpointError(
+            f"another rank has died, or has not called this too: {exc}. save, load and async_save are called by all ranks of the group; where one saves for "
+            f"itself, it says no_dist=True"
+        ) from exc

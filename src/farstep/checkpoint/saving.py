@@ -1,0 +1,277 @@
+"""Saving: every rank writes its part aside, and when all are safe the manifest is put in place, which makes them a checkpoint.
+
+[Note: whole or absent] Data files have names that no other save has. Until a manifest names them they are nothing, and the next save removes
+them. The manifest is replaced by one rename, after all that it names is on the disk. So at any moment the directory has the manifest of one save,
+with all its files; or none. Only then are the files of the save before removed.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from farstep.checkpoint.collecting import Collected, collected
+from farstep.checkpoint.handle import settle
+from farstep.checkpoint.manifest import MANIFEST, Boxes, File, Manifest, TensorInfo, is_ours
+from farstep.checkpoint.memory import bytes_of, is_plain
+from farstep.checkpoint.ranks import Ranks
+from farstep.checkpoint.storage import Storage, storage_of
+from farstep.checkpoint.tree import merged
+from farstep.checkpoint.writing import Part, Progress, Write, shared_out, write_part
+from farstep.errors import CheckpointError, DamagedCheckpoint, StorageFailed
+from farstep.state import Layout, Shards, Spread
+from farstep.state.adapters.ranks import Group
+
+__all__ = ["Draft", "drafted", "save", "written"]
+
+_COMPARED_BYTES = 64 << 10
+
+
+def save(
+    state: Any,
+    path: str | os.PathLike[str] | Storage,
+    *,
+    group: Group = None,
+    no_dist: bool = False,
+    progress: Progress | None = None,
+    storage_options: dict[str, Any] | None = None,
+) -> None:
+    """Save a state as a checkpoint. All ranks of the group call it, and it returns when the checkpoint is whole and safe on all.
+
+    The state is any nesting of dicts, lists, tensors, DTensors, ShardedTensors, Shards, numbers, strings, and objects with `state_dict`. Of a
+    model and its optimizer in one state, the optimizer's state goes by the names of the model's parameters, and so loads under any
+    other parallelism. Each rank writes what it holds; of replicas, one rank. Values that are not tensors are the same on all ranks, or
+    `PerRank`; what only some ranks have is saved by them.
+
+    A checkpoint that is there already stays until the new one is whole; then it is gone. Whatever fails, on whichever rank, is raised on all, and leaves
+    what was there before. With `no_dist` this process saves by itself. `progress(bytes_done, bytes_total)` tells of this rank's part.
+    """
+    storage = storage_of(path, storage_options)
+    ranks = Ranks(group, no_dist)
+    settle(ranks, f"saving into {storage}")
+    written(drafted(state, storage, ranks), progress)
+
+
+@dataclass
+class Draft:
+    """All that is to be saved, with what this rank writes of it. Everyone has the same but for `writes`."""
+
+    storage: Storage
+    ranks: Ranks
+    tree: Any
+    tensors: dict[str, TensorInfo]
+    writes: Sequence[Write]
+    info: dict[str, Any] = field(default_factory=dict)
+    """What else the manifest tells."""
+
+    @property
+    def doing(self) -> str:
+        return f"saving into {self.storage}"
+
+
+def drafted(state: Any, storage: Storage, ranks: Ranks) -> Draft:
+    """Look at the state, without touching the storage."""
+    doing = f"saving into {storage}"
+    found = Collected(None)
+    with ranks.all_or_none(doing):
+        found = collected(state, ranks)
+    tree, spreads = _agreed(found, ranks, doing)
+    writes = shared_out(Layout(spreads), found.tensors, ranks.rank)
+    tensors = {name: TensorInfo(spread.dtype, spread.shape) for name, spread in spreads.items()}
+    return Draft(storage, ranks, tree, tensors, writes)
+
+
+def written(draft: Draft, progress: Progress | None) -> None:
+    """Write it, and make it the checkpoint."""
+    ranks, storage = draft.ranks, draft.storage
+    with ExitStack() as stack:
+        old: list[str] = []
+        with ranks.all_or_none(draft.doing), _told_of(storage):
+            if ranks.rank == 0:
+                storage.prepare()
+                stack.enter_context(storage.sole_writer())
+                old = _cleaned(storage)
+        save = ranks.from_first(secrets.token_hex(8))
+        part: Part | None = None
+        try:
+            with ranks.all_or_none(draft.doing), _told_of(storage):
+                part = write_part(storage, save, ranks.rank, ranks.count, draft.writes, progress)
+            parts = ranks.to_first(part)
+            with ranks.all_or_none(draft.doing), _told_of(storage):
+                if ranks.rank == 0:
+                    _check_shared(storage, parts)
+                    storage.replace(MANIFEST, _manifest(draft, save, parts).encode())
+        except BaseException:
+            if part is not None and not _is_in_place(storage, save):
+                _forget(storage, [name for name, _ in part.files])
+            raise
+        if ranks.rank == 0:
+            _forget(storage, old)
+
+
+def _agreed(found: Collected, ranks: Ranks, doing: str) -> tuple[Any, dict[str, Spread]]:
+    """The tree and the tensors of all ranks together."""
+    spreads = {name: each.spread for name, each in found.tensors.items()}
+    told = (found.tree, _described(found.tensors, ranks))
+    every = ranks.everyones(told, doing)
+    if every is None:
+        return found.tree, spreads
+    tree = merged([each for each, _ in every])
+    holders: dict[str, list[int]] = {}
+    first: dict[str, Any] = {}
+    for rank, (_, tensors) in enumerate(every):
+        for name, description in tensors.items():
+            holders.setdefault(name, []).append(rank)
+            known = first.setdefault(name, description)
+            if known != description:
+                raise _differ(name, known, description, holders[name][0], rank)
+            if known[3] is None:
+                first[name] = description
+    return tree, {
+        name: _held_by(Spread(shape, dtype, *columns), holders[name])
+        for name, (shape, dtype, columns, _) in first.items()
+    }
+
+
+def _described(tensors: Mapping[str, Shards], ranks: Ranks) -> dict[str, Any]:
+    """What all ranks that have a tensor must have alike: how it is spread, and, of a small one that each has whole, what is in it."""
+    if ranks.alone:
+        return {}
+    found = {}
+    for name, each in tensors.items():
+        spread = each.spread
+        mark = None
+        is_whole = len(spread.ranks) > 1 and bool((spread.sizes == spread.shape).all())
+        if is_whole and 0 < spread.nbytes <= _COMPARED_BYTES and each.tensors and is_plain(each.tensors[0]):
+            mark = xxhash.xxh3_64_intdigest(bytes_of(each.tensors[0]))
+        found[name] = spread.shape, spread.dtype, (spread.ranks, spread.offsets, spread.sizes), mark
+    return {name: _Description(each) for name, each in found.items()}
+
+
+class _Description(tuple[Any, ...]):
+    """Arrays are compared as a whole."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, tuple):
+            return NotImplemented
+        return (
+            self[:2] == other[:2]
+            and all(np.array_equal(a, b) for a, b in zip(self[2], other[2], strict=True))
+            and (self[3] == other[3] or None in (self[3], other[3]))
+        )
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _differ(name: str, one: Any, other: Any, rank: int, other_rank: int) -> CheckpointError:
+    if one[:2] != other[:2]:
+        what = f"is {one[1]} of shape {one[0]} on rank {rank} and {other[1]} of shape {other[0]} on rank {other_rank}"
+    elif one[3] != other[3] and None not in (one[3], other[3]):
+        what = f"has other elements on rank {other_rank} than on rank {rank}, and is to be the same on both"
+    else:
+        what = f"is spread otherwise for rank {other_rank} than for rank {rank}"
+    return CheckpointError(
+        f"{name!r} {what}. Nothing has been saved. What belongs to each rank alone is saved as farstep.checkpoint.PerRank(value)"
+    )
+
+
+def _held_by(spread: Spread, ranks: Sequence[int]) -> Spread:
+    """A plain tensor counts as being on every rank, and some may not have it at all."""
+    has = np.isin(spread.ranks, ranks)
+    if has.all():
+        return spread
+    return Spread(spread.shape, spread.dtype, spread.ranks[has], spread.offsets[has], spread.sizes[has])
+
+
+def _manifest(draft: Draft, save: str, parts: Sequence[Part]) -> Manifest:
+    numbers = {name: number for number, name in enumerate(draft.tensors)}
+    dims = [len(info.shape) for info in draft.tensors.values()]
+    files: list[File] = []
+    file, tensor = [], []
+    for part in parts:
+        file.append(part.file + len(files))
+        files += [File(name, nbytes, part.rank) for name, nbytes in part.files]
+        tensor.append(np.array([numbers[name] for name in part.names], dtype=np.int64))
+    tensors = np.concatenate(tensor)
+    boxes = Boxes(
+        tensors,
+        np.concatenate(file),
+        np.concatenate([part.at for part in parts]),
+        np.concatenate([part.offsets for part in parts]),
+        np.concatenate([part.sizes for part in parts]),
+        np.array(dims, dtype=np.int64)[tensors] if dims else np.zeros(0, dtype=np.int64),
+    )
+    checksums = np.concatenate([part.checksums for part in parts])
+    return Manifest(
+        save, draft.ranks.count, files, draft.tree, draft.tensors, boxes, checksums, info=draft.info
+    )
+
+
+def _cleaned(storage: Storage) -> list[str]:
+    """Remove what saves have left that did not finish. Returns the files of the checkpoint that is there."""
+    ours = [name for name in storage.names() if is_ours(name)]
+    try:
+        kept = {each.name for each in Manifest.decode(storage.read(MANIFEST), str(storage)).files}
+    except FileNotFoundError:
+        kept = set()
+    except DamagedCheckpoint:
+        kept = set(ours)  # what could be saved from it is not ours to remove, until a whole one is there
+    storage.delete(name for name in ours if name not in kept)
+    return [name for name in ours if name in kept]
+
+
+def _check_shared(storage: Storage, parts: Sequence[Part]) -> None:
+    """Whether what others wrote is here: they may have been given another path, or a disk of their own."""
+    for part in parts[1:]:
+        for name, _ in part.files:
+            try:
+                storage.open(name).close()
+            except FileNotFoundError:
+                raise CheckpointError(
+                    f"{storage}: rank {part.rank} has written {name}, and rank 0 does not find it there. All ranks give the same path, on a disk or storage that they share. "
+                    f"Nothing has been saved"
+                ) from None
+
+
+@contextmanager
+def _told_of(storage: Storage) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as exc:
+        what = f"{exc.strerror or exc}{f' ({exc.filename})' if exc.filename else ''}"
+        failed = StorageFailed(
+            f"saving into {storage} failed: {what}. Nothing has been saved; what was there before still is"
+        )
+        failed.errno = exc.errno
+        raise failed from exc
+
+
+def _is_in_place(storage: Storage, save: str) -> bool:
+    """Whether a save that failed has become the checkpoint all the same; if that cannot be told, it may have."""
+    try:
+        return Manifest.decode(storage.read(MANIFEST), str(storage)).save == save
+    except (FileNotFoundError, DamagedCheckpoint):
+        return False
+    except Exception:
+        return True
+
+
+def _forget(storage: Storage, names: Sequence[str]) -> None:
+    try:
+        storage.delete(names)
+    except Exception:
+        pass  # nothing names them, and the next save tries again
