@@ -148,7 +148,7 @@ def misfits():
         (changed(cube=sparse), StateMismatch, "sparse_coo"),
         (changed(cube=[1]), StateMismatch, "is a list, and not a dict"),
         ({}, StateMismatch, "no state dict by names"),
-        (None, StateMismatch, "this is no state"),
+        (None, StateMismatch, "no state by the names of parameters"),
     ):
         with pytest.raises(error, match=text):
             sharded.load_state_dict(state)

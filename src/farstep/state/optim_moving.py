@@ -91,8 +91,8 @@ def moved(
                 source, target = _layout(sources), _layout(targets)
                 part = plan(source, target, options.rank)
                 mark = _mark(sorted(cast), source, target)
-                for name, each in targets.items():
-                    for tensor in each.tensors:
+                for name, shards in targets.items():
+                    for tensor in shards.tensors:
                         check_readable(tensor, name)
             except Exception as exc:
                 error = exc
