@@ -225,7 +225,7 @@ def test_a_rank_that_is_killed(tmp_path: Path, round: int) -> None:
     """The other raises, in bounded time, and what is there is of one version."""
     chance = random.Random(round)
     dead = chance.randrange(2)
-    with Ranks(2, timeout_s=8.0) as ranks:
+    with Ranks(2, timeout_s=3.0) as ranks:  # which the other may wait for more than once
         path = tmp_path / "saved"
         pending = ranks.start(_waited, str(path))
         time.sleep(chance.uniform(0.05, 0.3))
@@ -233,7 +233,7 @@ def test_a_rank_that_is_killed(tmp_path: Path, round: int) -> None:
             if rank == dead or round % 3 == 0:
                 ranks.workers[rank].kill()
         if round % 3:
-            said = pending[1 - dead].result(30)
+            said = pending[1 - dead].result(45)
             assert "has died" in said or "because of rank" in said
     try:
         found = read(path)
