@@ -22,7 +22,7 @@ class RemoteStorage(Storage):
     threads = 4
 
     def __init__(self, url: str, options: dict[str, Any]) -> None:
-        self.url, self._options = url.rstrip("/"), options
+        self.url, self.options = url.rstrip("/"), options
         self._files, self._path = fsspec.core.url_to_fs(self.url, use_listings_cache=False, **options)
         self._path = self._path.rstrip("/")
 
@@ -71,7 +71,7 @@ class RemoteStorage(Storage):
         yield  # nothing that all stores have would tell
 
     def at(self, name: str) -> Storage:
-        return type(self)(f"{self.url}/{name}", self._options)
+        return type(self)(f"{self.url}/{name}", self.options)
 
     def remove(self) -> None:
         try:
