@@ -18,6 +18,7 @@ from farstep.checkpoint.saving import Draft, drafted, written
 from farstep.checkpoint.staging import staging
 from farstep.checkpoint.storage import Storage, storage_of
 from farstep.checkpoint.writing import Progress
+from farstep.errors import CheckpointError
 from farstep.state.adapters.ranks import Group, timeout_of
 
 __all__ = ["async_save", "saved_behind"]
@@ -62,6 +63,10 @@ def saved_behind(
     with _one_call, no_collector():
         settle(ranks, f"saving into {storage}")
         draft = drafted(state, storage, ranks)
+        if draft.references:
+            raise CheckpointError(
+                f"{next(iter(draft.references))!r} is owned by another worker, which does not copy it aside: save() saves such a state. Nothing has been saved"
+            )
         with ranks.all_or_none(draft.doing):
             copy = staging.copy(draft.writes, ranks.count)
         draft = replace(draft, ranks=_behind(ranks), writes=())

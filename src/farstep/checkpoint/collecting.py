@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from farstep.checkpoint.elsewhere import Elsewhere, is_below, reference_in, sharded_state, spread_optimizer
 from farstep.checkpoint.objects import Optimizer, models_in, module_state, optimizer_state
 from farstep.checkpoint.ranks import Ranks
 from farstep.checkpoint.tree import MOST_DEPTH, PerRank, encode_mapping, encode_value, joined
@@ -23,13 +24,16 @@ __all__ = ["Collected", "collected"]
 class Collected:
     tree: Any
     tensors: dict[str, Shards] = field(default_factory=dict)
+    references: dict[str, Any] = field(default_factory=dict)
+    """What other workers own, by name; in the tree there is an `Elsewhere`."""
 
 
 def collected(state: Any, ranks: Ranks) -> Collected:
     """Raises CheckpointError, which names the place, for what a checkpoint cannot keep."""
     collector = _Collector(state, ranks)
     found = collector.walk(state, "", 0)
-    return Collected(found, collector.tensors)
+    collector.check_references()
+    return Collected(found, collector.tensors, collector.references)
 
 
 class _Collector:
@@ -37,6 +41,7 @@ class _Collector:
         self._ranks, self._group = ranks, ranks.group
         self._models = models_in(state)
         self.tensors: dict[str, Shards] = {}
+        self.references: dict[str, Any] = {}
         self._names: dict[Any, str] = {}
         """Of tensors that have been seen, by their memory."""
         self._taken: set[str] = set()
@@ -52,6 +57,13 @@ class _Collector:
         if isinstance(value, Shards | Tensor):
             self._name(name)
             return self._tensor(value, name)
+        if (rref := reference_in(value)) is not None:
+            self._refuse_on_many(name)
+            self.references[name] = rref
+            return Elsewhere(name)
+        if spread_optimizer(value) is not None:
+            self._refuse_on_many(name)
+            return self.walk(sharded_state(value, name, self._ranks.rpc_timeout), name, depth + 1)
         if isinstance(value, nn.Module):
             return self.walk(module_state(value, self._group, self._ranks.is_cut_off), name, depth + 1)
         if isinstance(value, Optimizer):
@@ -76,6 +88,23 @@ class _Collector:
                 f"{name!r} is {exc}, which a checkpoint does not keep: it keeps tensors, numbers, strings, bytes, lists, dicts, and objects with state_dict and "
                 f"load_state_dict. Nothing has been saved"
             ) from None
+
+    def _refuse_on_many(self, name: str) -> None:
+        if not name:
+            raise CheckpointError("what another worker owns is saved under a name: give a dict of it")
+        if not self._ranks.alone:
+            raise CheckpointError(
+                f"{name!r} is owned by workers of RPC, and is to be saved by {self._ranks.count} ranks: one process saves it for all, with no_dist=True, in a checkpoint of "
+                f"its own. Nothing has been saved"
+            )
+
+    def check_references(self) -> None:
+        for name in (*self._taken, *self.references):
+            head = name.rpartition(".")[0] if name in self.references else name
+            if self.references and is_below(head, self.references):
+                raise CheckpointError(
+                    f"{name!r} is called as something within what another worker owns: rename one of them. Nothing has been saved"
+                )
 
     def _name(self, name: str) -> None:
         if name in self._taken:

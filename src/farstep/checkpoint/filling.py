@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from farstep.checkpoint.elsewhere import reference_in, spread_optimizer
 from farstep.checkpoint.filling_optimizers import OptimizerFilling
 from farstep.checkpoint.manifest import Manifest, TensorInfo
 from farstep.checkpoint.objects import Optimizer, models_in, module_state, owner_of
@@ -67,7 +68,10 @@ class Filling:
     ) -> None:
         self._storage, self._manifest, self._ranks = storage, manifest, ranks
         self._strict, self._convert_dtype, self._rename = strict, convert_dtype, rename
-        self._index = Index(manifest.tree, rename)
+        self.index = Index(manifest.tree, rename)
+        self.references: dict[str, Any] = {}
+        """What other workers own, and fill."""
+        self.spread_optimizers: dict[str, tuple[Any, Place]] = {}
         self.wanted: Wanted = {}
         self.report = Report()
         self._problems: list[str] = []
@@ -106,6 +110,8 @@ class Filling:
         """What comes in the place of a value: the same object if its memory is filled."""
         if isinstance(value, Tensor | Shards):
             return self._tensor(value, name)
+        if reference_in(value) is not None or spread_optimizer(value) is not None:
+            return self._elsewhere(value, name)
         if isinstance(value, nn.Module):
             self._module(value, name)
             return value
@@ -125,7 +131,7 @@ class Filling:
         return self._value(value, name)
 
     def _mapping(self, value: Mapping[Any, Any], name: str) -> Any:
-        place = self._index.take(name) if name else None
+        place = self.index.take(name) if name else None
         if name and place is None:
             return self._miss(value, name)
         for key, each in value.items():
@@ -137,7 +143,7 @@ class Filling:
         return value
 
     def _sequence(self, value: Sequence[Any], name: str) -> Any:
-        place = self._index.take(name)
+        place = self.index.take(name)
         if place is None:
             return self._miss(value, name)
         inside = place.node.get("list", place.node.get("tuple")) if isinstance(place.node, dict) else None
@@ -157,7 +163,7 @@ class Filling:
 
     def _value(self, value: Any, name: str) -> Any:
         """Anything else is taken as it was saved."""
-        place = self._index.take_all(name)
+        place = self.index.take_all(name)
         if place is None:
             return self._miss(value, name)
         if place.tensor is not None and isinstance(value, int | float) and not isinstance(value, bool):
@@ -177,10 +183,10 @@ class Filling:
 
     def _leave(self, name: str) -> None:
         """What is left within something that the state has."""
-        left = self._index.below(name)
+        left = self.index.below(name)
         self.report.unexpected += left
         for each in left:
-            del self._index.left[each]
+            del self.index.left[each]
 
     def _set(self, container: Any, key: Any, value: Any) -> None:
         if not isinstance(container, MutableMapping | list):
@@ -196,7 +202,7 @@ class Filling:
     # -- tensors ------------------------------------------------------------------------------------------
 
     def _tensor(self, value: Tensor | Shards, name: str) -> Any:
-        place = self._index.take(name)
+        place = self.index.take(name)
         if place is None:
             return self._miss(value, name)
         if place.tensor is None:
@@ -248,7 +254,8 @@ class Filling:
     # -- objects ------------------------------------------------------------------------------------------
 
     def _module(self, module: nn.Module, name: str) -> None:
-        if name and self._index.take(name) is None:
+        # Of a whole model that was saved, this may be a part: then there are names within this one, and not this one.
+        if name and self.index.take(name) is None and not self.index.below(name):
             self._miss(module, name)
             return
         others: dict[str, Any] = {}
@@ -261,7 +268,7 @@ class Filling:
             self._commit.append(lambda: (module.load_state_dict(others, strict=False), None)[1])
 
     def _optimizer(self, optimizer: Optimizer, owner: Any, name: str) -> Any:
-        place = self._index.take_all(name)
+        place = self.index.take_all(name)
         if place is None:
             return self._miss(optimizer, name)
         filling = OptimizerFilling(optimizer, owner, place, name, self._storage, self._manifest, self._ranks, self._rename)  # fmt: skip
@@ -273,9 +280,25 @@ class Filling:
         self._commit.append(filling.commit)
         return optimizer
 
+    def _elsewhere(self, value: Any, name: str) -> Any:
+        if not self._ranks.alone or not name:
+            raise CheckpointMismatch(
+                f"{name!r} is owned by workers of RPC: one process loads it for all, with no_dist=True, in a dict. Nothing has been changed"
+            )
+        rref = reference_in(value)
+        has_parts = bool(self.index.below(name))
+        place = self.index.take_all(name)
+        if rref is not None and (place is not None or has_parts):
+            self.references[name] = rref
+        elif rref is None and place is not None:
+            self.spread_optimizers[name] = value, place
+        else:
+            self._miss(value, name)
+        return value
+
     def _object(self, value: Any, name: str) -> None:
         """What has `load_state_dict` knows itself what its state is: it gets all that was saved of it."""
-        place = self._index.take_all(name) if name else Place(self._manifest.tree, "")
+        place = self.index.take_all(name) if name else Place(self._manifest.tree, "")
         if place is None:
             self._miss(value, name)
             return
@@ -283,7 +306,7 @@ class Filling:
         self._commit.append(lambda: value.load_state_dict(saved))
 
     def _for_this_rank(self, value: PerRank, name: str) -> Any:
-        place = self._index.take_all(name)
+        place = self.index.take_all(name)
         if place is None:
             return self._miss(value.value, name)
         saved = decode(place.node, place.name, self._ranks.rank)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from farstep.checkpoint.filling import Filling, Report, fresh_state
@@ -30,6 +31,7 @@ def load(
     no_dist: bool = False,
     progress: Progress | None = None,
     storage_options: dict[str, Any] | None = None,
+    rpc_timeout: float | None = None,
 ) -> Report:
     """Load a checkpoint into a state of the same form, on any number of ranks. All ranks of the group call it.
 
@@ -44,10 +46,12 @@ def load(
     `rename` gives the names that things have in the checkpoint their names in the state: a mapping, of which an entry also goes for all names below
     it, or a function. Every block that is read is compared with its checksum; `verify=False` leaves that out.
 
+    One process may load what workers of RPC own, see `save`: each owner reads its part, which takes each time at most `rpc_timeout` seconds.
+
     CheckpointMismatch, and anything else that is found before reading, changes nothing. After DamagedCheckpoint tensors may be partly
     written, on all ranks.
     """
-    ranks = Ranks(group, no_dist)
+    ranks = Ranks(group, no_dist, rpc_timeout)
     storage, manifest = opened_by_all(storage_of(path, storage_options), ranks, verify)
     doing = f"loading from {storage}"
     filling: Filling | None = None
@@ -55,12 +59,19 @@ def load(
         filling = Filling(storage, manifest, ranks, strict, convert_dtype, rename)
         filling.prepare(state)
     assert filling is not None
-    with ranks.all_or_none(doing):
+    owners = None
+    if filling.references or filling.spread_optimizers:
+        from farstep.checkpoint.rpc_loading import OwnersLoad
+
+        owners = OwnersLoad(filling, storage, manifest, strict, convert_dtype, rename, verify, ranks.rpc_timeout)  # fmt: skip
+    with ranks.all_or_none(doing), owners or nullcontext():
         threads = max(1, storage.threads // ranks.count)
         reads = reads_for(manifest, filling.wanted)
         with reading(storage):
             read_into(storage, manifest, reads, verify=verify, progress=progress, threads=threads)
         filling.finish()
+    if owners is not None:
+        owners.commit()
     filling.commit()
     return filling.report
 

@@ -107,7 +107,9 @@ class LocalDisk(Storage):
 class _NewFile(NewFile):
     def __init__(self, path: Path, nbytes: int) -> None:
         self._path = path
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        self._file = os.open(
+            path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644
+        )
         self._written = self._begun = 0
         # Not posix_fallocate: in a tmpfs it fills all pages with zeros first, which takes as long as writing them.
         disk = os.fstatvfs(self._file)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from farstep.checkpoint.elsewhere import reference_in
 from farstep.errors import CheckpointError
 from farstep.state import named_shards, optim_state_dict
 from farstep.state.adapters.modules import named_tensors, reshard
@@ -21,7 +22,7 @@ __all__ = ["Optimizer", "Owner", "models_in", "module_state", "optimizer_state",
 def models_in(state: Any, name: str = "", depth: int = 0) -> dict[str, nn.Module]:
     """All models in a state, by where they are."""
     if isinstance(state, nn.Module):
-        return {name: state}
+        return {} if reference_in(state) is not None else {name: state}
     inside: Any = ()
     if isinstance(state, Mapping):
         inside = state.items()

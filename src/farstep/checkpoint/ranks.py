@@ -19,12 +19,14 @@ __all__ = ["Ranks", "reached"]
 class Ranks:
     """`group` is that of a process group's ranks; `alone` leaves all others out of it, whatever groups there are."""
 
-    def __init__(self, group: Group = None, alone: bool = False) -> None:
+    def __init__(self, group: Group = None, alone: bool = False, rpc_timeout: float | None = None) -> None:
         if alone and group is not None:
             raise ValueError("no_dist=True leaves other ranks out, so there is no group to give")
         self.group = group
         self.alone = alone or size_of(group) == 1
         self.is_cut_off = alone
+        self.rpc_timeout = -1.0 if rpc_timeout is None else rpc_timeout
+        """For what workers beyond the group own; -1: as RPC has it."""
         self.rank = 0 if alone else own_rank(group)
         self.count = 1 if alone else size_of(group)
 

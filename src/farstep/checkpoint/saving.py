@@ -18,6 +18,7 @@ import numpy as np
 import xxhash
 
 from farstep.checkpoint.collecting import Collected, collected
+from farstep.checkpoint.elsewhere import placed
 from farstep.checkpoint.handle import settle
 from farstep.checkpoint.manifest import MANIFEST, Boxes, File, Manifest, TensorInfo, is_ours
 from farstep.checkpoint.memory import bytes_of, is_plain
@@ -42,6 +43,7 @@ def save(
     no_dist: bool = False,
     progress: Progress | None = None,
     storage_options: dict[str, Any] | None = None,
+    rpc_timeout: float | None = None,
 ) -> None:
     """Save a state as a checkpoint. All ranks of the group call it, and it returns when the checkpoint is whole and safe on all.
 
@@ -52,9 +54,12 @@ def save(
 
     A checkpoint that is there already stays until the new one is whole; then it is gone. Whatever fails, on whichever rank, is raised on all, and leaves
     what was there before. With `no_dist` this process saves by itself. `progress(bytes_done, bytes_total)` tells of this rank's part.
+
+    One process may save what workers of RPC own: RRefs, RemoteModules and DistributedOptimizers in the state. Each owner writes its part, into the same directory,
+    in at most `rpc_timeout` seconds (0: any time), by default RPC's own timeout.
     """
     storage = storage_of(path, storage_options)
-    ranks = Ranks(group, no_dist)
+    ranks = Ranks(group, no_dist, rpc_timeout)
     settle(ranks, f"saving into {storage}")
     written(drafted(state, storage, ranks), progress)
 
@@ -70,6 +75,8 @@ class Draft:
     writes: Sequence[Write]
     info: dict[str, Any] = field(default_factory=dict)
     """What else the manifest tells."""
+    references: dict[str, Any] = field(default_factory=dict)
+    """What other workers write, by name."""
 
     @property
     def doing(self) -> str:
@@ -85,7 +92,7 @@ def drafted(state: Any, storage: Storage, ranks: Ranks) -> Draft:
     tree, spreads = _agreed(found, ranks, doing)
     writes = shared_out(Layout(spreads), found.tensors, ranks.rank)
     tensors = {name: TensorInfo(spread.dtype, spread.shape) for name, spread in spreads.items()}
-    return Draft(storage, ranks, tree, tensors, writes)
+    return Draft(storage, ranks, tree, tensors, writes, references=found.references)
 
 
 def written(draft: Draft, progress: Progress | None) -> None:
@@ -102,18 +109,44 @@ def written(draft: Draft, progress: Progress | None) -> None:
         part: Part | None = None
         try:
             with ranks.all_or_none(draft.doing), _told_of(storage):
-                part = write_part(storage, save, ranks.rank, ranks.count, draft.writes, progress)
-            parts = ranks.to_first(part)
+                if draft.references:
+                    part, parts = _written_by_owners(draft, save, progress)
+                else:
+                    part = write_part(storage, save, ranks.rank, ranks.count, draft.writes, progress)
+            if not draft.references:
+                parts = ranks.to_first(part)
             with ranks.all_or_none(draft.doing), _told_of(storage):
                 if ranks.rank == 0:
                     _check_shared(storage, parts)
-                    storage.replace(MANIFEST, _manifest(draft, save, parts).encode())
+                    manifest = _manifest(draft, save, parts).encode()
+                    if draft.references:
+                        Manifest.decode(manifest, str(storage))  # parts of it are what others say
+                    storage.replace(MANIFEST, manifest)
         except BaseException:
-            if part is not None and not _is_in_place(storage, save):
-                _forget(storage, [name for name, _ in part.files])
+            if (part is not None or draft.references) and not _is_in_place(storage, save):
+                _forget(storage, [name for name, _ in part.files] if part is not None else [])
+                if draft.references:
+                    _forget_save(storage, save)
             raise
         if ranks.rank == 0:
             _forget(storage, old)
+
+
+def _written_by_owners(draft: Draft, save: str, progress: Progress | None) -> tuple[Part, list[Part]]:
+    """This process's part, and that with the parts of all owners; the draft has what they own after this."""
+    from farstep.checkpoint.rpc_saving import written_by_owners
+
+    own, others = written_by_owners(
+        draft.references,
+        draft.storage,
+        save,
+        draft.tensors,
+        draft.ranks.rpc_timeout,
+        lambda count: write_part(draft.storage, save, 0, count, draft.writes, progress),
+    )
+    draft.tree = placed(draft.tree, others.nodes)
+    draft.tensors = {**draft.tensors, **others.tensors}
+    return own, [own, *others.parts]
 
 
 def _agreed(found: Collected, ranks: Ranks, doing: str) -> tuple[Any, dict[str, Spread]]:
@@ -215,7 +248,14 @@ def _manifest(draft: Draft, save: str, parts: Sequence[Part]) -> Manifest:
     )
     checksums = np.concatenate([part.checksums for part in parts])
     return Manifest(
-        save, draft.ranks.count, files, draft.tree, draft.tensors, boxes, checksums, info=draft.info
+        save,
+        max(part.rank for part in parts) + 1,
+        files,
+        draft.tree,
+        draft.tensors,
+        boxes,
+        checksums,
+        info=draft.info,
     )
 
 
@@ -240,7 +280,7 @@ def _check_shared(storage: Storage, parts: Sequence[Part]) -> None:
                 storage.open(name).close()
             except FileNotFoundError:
                 raise CheckpointError(
-                    f"{storage}: rank {part.rank} has written {name}, and rank 0 does not find it there. All ranks give the same path, on a disk or storage that they share. "
+                    f"{storage}: writer {part.rank} has written {name}, and the first does not find it there. All ranks give the same path, and all workers have it, on a disk or storage that they share. "
                     f"Nothing has been saved"
                 ) from None
 
@@ -268,6 +308,14 @@ def _is_in_place(storage: Storage, save: str) -> bool:
         return False
     except Exception:
         return True
+
+
+def _forget_save(storage: Storage, save: str) -> None:
+    """All its files, those too of which nobody can tell any more."""
+    try:
+        storage.delete([name for name in storage.names() if name.startswith(f"{save}.") and is_ours(name)])
+    except Exception:
+        pass  # nothing names them, and the next save tries again
 
 
 def _forget(storage: Storage, names: Sequence[str]) -> None:

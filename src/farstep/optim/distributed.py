@@ -323,6 +323,10 @@ class DistributedOptimizer(Optimizer):
             self._load(state_dict, strict, timeout)
 
     def _load(self, state_dict: dict[str, Any], strict: bool, timeout: float) -> None:
+        self._commit_load(self._prepare_load(state_dict, strict, timeout), timeout)
+
+    def _prepare_load(self, state_dict: dict[str, Any], strict: bool, timeout: float) -> state_dicts.Plan:
+        """All that can fail, on all owners. Then comes `_commit_load` or `_abandon_load`; `_changing` is held from before this to after that."""
         state_dict = adapters.run_load_state_dict_pre_hooks(self, state_dict)
         given = state_dicts.by_its_names(state_dict)
         seconds = self._agent.effective_timeout(timeout)
@@ -335,6 +339,13 @@ class DistributedOptimizer(Optimizer):
         if outcome.errors:
             self._ask(calls._abandon, {owner: (self._owners[owner].id,) for owner in outcome.results})
             raise named_error(outcome, "cannot load the state; nothing has been changed")
+        return plan
+
+    def _abandon_load(self) -> None:
+        self._ask(calls._abandon, {info: (owner.id,) for info, owner in self._owners.items()})
+
+    def _commit_load(self, plan: state_dicts.Plan, timeout: float) -> None:
+        seconds = self._agent.effective_timeout(timeout)
         outcome = self._ask(
             calls._commit, {o: (owner.id, seconds) for o, owner in self._owners.items()}, timeout
         )

@@ -1,0 +1,231 @@
+"""What an owner does for a checkpoint of another worker: the functions that its messages name.
+
+[Note: what a caller may do] An owner writes into the directory that it is told, and there only files that are called as a save's data files are;
+it reads what a manifest in that directory names, which is beside it. What it saves and fills are values that the caller has references of. A worker
+with `trusted` set allows none of it, unless `farstep.checkpoint.rpc_calls` is in there.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from farstep.checkpoint.collecting import Collected, collected
+from farstep.checkpoint.elsewhere import Target
+from farstep.checkpoint.filling import Filling
+from farstep.checkpoint.loading import manifest_of
+from farstep.checkpoint.manifest import Manifest
+from farstep.checkpoint.ranks import Ranks
+from farstep.checkpoint.reading import read_into, reads_for
+from farstep.checkpoint.renaming import Rename
+from farstep.checkpoint.storage import Storage, storage_of
+from farstep.checkpoint.stored_values import read_values
+from farstep.checkpoint.tree import decode
+from farstep.checkpoint.writing import Part, Progress, shared_out, write_part
+from farstep.errors import CheckpointError, CheckpointMismatch, StorageFailed
+from farstep.rpc.current import current_agent
+from farstep.rpc.rref import RRef, local_value_of
+from farstep.state import Layout
+
+__all__ = ["Written", "commit", "fill", "prepare", "read_states", "write"]
+
+Entries = list[tuple[str, RRef[Any]]]
+Columns = tuple[list[tuple[str, int]], list[str], Tensor, Tensor, Tensor, Tensor, Tensor]
+Written = tuple[dict[str, Any], dict[str, tuple[torch.dtype, tuple[int, ...]]], Columns]
+"""The entries' nodes, their tensors, and the part as plain values and tensors."""
+_MOST_WRITERS = 100_000
+
+
+# -- saving -----------------------------------------------------------------------------------------------
+
+
+def write(target: Target, save: str, number: int, count: int, entries: Entries, timeout_s: float) -> Written:
+    """Write these into files of this owner's own, which is writer `number` of `count`."""
+    if not isinstance(save, str) or not re.fullmatch(r"[0-9a-f]{16}", save):
+        raise CheckpointError(f"a save is called by 16 hexadecimal digits, not {str(save)[:40]!r}")
+    if not all(type(each) is int for each in (number, count)) or not 0 <= number < count <= _MOST_WRITERS:
+        raise CheckpointError(f"there is no writer {str(number)[:20]} of {str(count)[:20]}")
+    storage = storage_of(*_checked(target))
+    values = {name: _value(name, rref) for name, rref in entries}
+    with _while_nobody_steps(values, timeout_s), _told_of("saving into", storage):
+        found = collected(values, Ranks(alone=True))
+        _refuse_nested(found.references)
+        _refuse_spread(found)
+        layout = Layout({name: each.spread for name, each in found.tensors.items()})
+        part = write_part(
+            storage, save, number, count, shared_out(layout, found.tensors, 0), _within(timeout_s)
+        )
+    tensors = {name: (each.dtype, tuple(each.shape)) for name, each in found.tensors.items()}
+    return found.tree["dict"], tensors, _columns(part)
+
+
+def _columns(part: Part) -> Columns:
+    numbers = (part.file, part.at, part.offsets, part.sizes, part.checksums.view("int64"))
+    return part.files, part.names, *(torch.from_numpy(each.copy()) for each in numbers)  # type: ignore[return-value]
+
+
+def _refuse_spread(found: Collected) -> None:
+    for name, each in found.tensors.items():
+        spread = each.spread
+        held = spread.sizes[spread.ranks == 0].prod(axis=1).sum()
+        if held != torch.Size(spread.shape).numel():
+            raise CheckpointError(
+                f"{name!r} is spread over the ranks of a process group, of which worker {current_agent().info.name!r} has a part: all its ranks save it "
+                f"together, each the model itself and not a reference of it"
+            )
+
+
+@contextmanager
+def _while_nobody_steps(values: Mapping[str, Any], timeout_s: float) -> Iterator[None]:
+    """Steps of a DistributedOptimizer on these parameters wait until they have been written."""
+    local = sys.modules.get("farstep.optim.local")
+    if local is None:
+        yield
+        return
+    from farstep.autograd.locks import held
+
+    parameters: list[Tensor] = []
+    for value in values.values():
+        parameters += value.parameters() if isinstance(value, nn.Module) else []
+        parameters += [value] if isinstance(value, Tensor) else []
+    who = f"saving on worker {current_agent().info.name!r}"
+    with held(local.step_locks.of(parameters), who, timeout_s * 0.9, CheckpointError):
+        yield
+
+
+# -- loading ----------------------------------------------------------------------------------------------
+
+
+class _Load:
+    """One load's share here. The caller's reference keeps it, and drops it."""
+
+    def __init__(self, storage: Storage, manifest: Manifest, filling: Filling, verify: bool) -> None:
+        self.storage, self.manifest, self.filling, self.verify = storage, manifest, filling, verify
+
+
+def prepare(
+    target: Target,
+    save: str,
+    entries: Entries,
+    strict: bool,
+    convert_dtype: bool,
+    rename: Rename | None,
+    verify: bool,
+) -> tuple[RRef[_Load], tuple[list[str], list[str], list[str]]]:
+    """Look whether these fit. Nothing is read yet, but for the manifest. Returns what `fill` and `commit` take, and the report."""
+    if rename is not None and not isinstance(rename, Mapping):
+        raise CheckpointError("names to rename come as a mapping")
+    storage = storage_of(*_checked(target))
+    manifest = _opened(storage, save)
+    values = {name: _value(name, rref) for name, rref in entries}
+    filling = Filling(storage, manifest, Ranks(alone=True), strict, convert_dtype, rename)
+    filling.prepare(values)
+    _refuse_nested({**filling.references, **filling.spread_optimizers})
+    report = filling.report
+    return RRef(_Load(storage, manifest, filling, verify)), (report.missing, report.unexpected, report.reshaped)  # fmt: skip
+
+
+def fill(load: RRef[_Load], timeout_s: float) -> None:
+    """Read into the memory of the tensors."""
+    this = _load(load)
+    with _told_of("reading", this.storage):
+        reads = reads_for(this.manifest, this.filling.wanted)
+        threads = this.storage.threads
+        read_into(this.storage, this.manifest, reads, verify=this.verify, progress=_within(timeout_s), threads=threads)  # fmt: skip
+    this.filling.finish()
+
+
+def commit(load: RRef[_Load]) -> None:
+    """Put in place what is not tensors' memory."""
+    _load(load).filling.commit()
+
+
+def read_states(
+    target: Target, save: str, states: Mapping[str, tuple[str, Any]], verify: bool, timeout_s: float
+) -> dict[str, RRef[Any]]:
+    """New memory with the states of these parameters, each of which comes with its name in the checkpoint and its node."""
+    storage = storage_of(*_checked(target))
+    manifest = _opened(storage, save)
+    saved = {name: decode(node, place) for name, (place, node) in states.items()}
+    with _told_of("reading", storage):
+        found = read_values(storage, manifest, saved, verify=verify, progress=_within(timeout_s))
+    return {name: RRef(each) for name, each in found.items()}
+
+
+def _load(load: RRef[_Load]) -> _Load:
+    this = local_value_of(load)
+    if type(this) is not _Load:
+        raise CheckpointError(f"a {type(this).__name__} is no load")
+    return this
+
+
+def _opened(storage: Storage, save: str) -> Manifest:
+    manifest = manifest_of(storage)
+    if manifest.save != save:
+        raise CheckpointError(
+            f"{storage} has another checkpoint on worker {current_agent().info.name!r} than where it is loaded: a new one was saved there meanwhile, or "
+            f"the workers do not share that directory"
+        )
+    return manifest
+
+
+# -- both -------------------------------------------------------------------------------------------------
+
+
+def _checked(target: Target) -> Target:
+    path, options = target
+    if type(path) is not str or not path or type(options) is not dict:
+        raise CheckpointError("a checkpoint is at a path or URL")
+    return path, options
+
+
+def _value(name: str, rref: RRef[Any]) -> Any:
+    """What a reference leads to, if it can be filled in place again."""
+    value = local_value_of(rref)
+    has_state = callable(getattr(value, "state_dict", None)) and not isinstance(value, type)
+    if has_state or isinstance(value, Tensor | nn.Module | dict | list):
+        return value
+    raise CheckpointMismatch(
+        f"{name!r} is a reference of a {type(value).__name__} on worker {current_agent().info.name!r}, which a load could not change there: a reference in a state is of a module, a "
+        f"tensor, a dict or list, or an object with state_dict and load_state_dict"
+    )
+
+
+def _refuse_nested(found: Mapping[str, Any]) -> None:
+    if found:
+        raise CheckpointError(
+            f"{next(iter(found))!r} is itself a reference, or an optimizer of references, within what worker {current_agent().info.name!r} owns: give it to the "
+            f"state by itself"
+        )
+
+
+def _within(timeout_s: float) -> Progress | None:
+    """Ends what takes longer than the caller waits for."""
+    if not timeout_s:
+        return None
+    deadline = time.monotonic() + timeout_s
+
+    def check(done: int, total: int) -> None:
+        if time.monotonic() > deadline and done < total:
+            raise CheckpointError(
+                f"after {timeout_s:g} s {done:,} of {total:,} bytes are done: rpc_timeout= gives more time"
+            )
+
+    return check
+
+
+@contextmanager
+def _told_of(doing: str, storage: Storage) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as exc:
+        raise StorageFailed(f"{doing} {storage} failed: {exc}") from exc

@@ -1,0 +1,382 @@
+"""Checkpoints of what workers of RPC own: every owner writes its part and reads its part, and all of it is there or none."""
+
+import json
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from support.workers import WorkerFailed
+from torch import nn
+
+from farstep import autograd, checkpoint, rpc
+from farstep.errors import (
+    CheckpointError,
+    CheckpointMismatch,
+    DamagedCheckpoint,
+    NoCheckpoint,
+    StorageFailed,
+)
+from farstep.optim import DistributedOptimizer, parameter_rrefs
+
+# -- on the workers
+
+
+class Stage(nn.Module):
+    def __init__(self, seed: int, size: int = 6) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.linear = nn.Linear(size, size)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.linear(x).tanh()
+
+
+class Counting:
+    """Something with a state that is no tensor."""
+
+    def __init__(self, count: int) -> None:
+        self.seen = Counter(a=count)
+
+    def state_dict(self):
+        return {"seen": dict(self.seen)}
+
+    def load_state_dict(self, state):
+        self.seen = Counter(state["seen"])
+
+    def get(self):
+        return dict(self.seen)
+
+
+class Failing(Counting):
+    """Says `what` when its state is wanted."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def state_dict(self):
+        if self._what == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._what == "full":
+            raise OSError(28, "No space left on device")
+        raise ValueError("no state today")
+
+
+def tensor_of(seed: int, *shape: int) -> torch.Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def tensors_of(rref):
+    return {k: v.clone() for k, v in rref.local_value().state_dict().items()}
+
+
+def held(module):
+    return rpc.rpc_sync(module.owner(), tensors_of, args=(module,))
+
+
+class Training:
+    """Two stages, wherever they are, and an optimizer of both."""
+
+    def __init__(self, where, seed=0, names=("a", "b")):
+        self.stages = [rpc.remote(w, Stage, args=(seed * 10 + i,)) for i, w in enumerate(where)]
+        self.counting = rpc.remote(where[-1], Counting, args=(seed,))
+        self.table = rpc.remote(where[0], tensor_of, args=(seed, 3, 5))
+        named = [
+            (f"{name}.{key}", rref)
+            for name, stage in zip(names, self.stages, strict=True)
+            for key, rref in parameter_rrefs(stage)
+        ]
+        self.optimizer = DistributedOptimizer(torch.optim.AdamW, named, lr=0.1)
+        self.state = {
+            "model": dict(zip(names, self.stages, strict=True)),
+            "optim": self.optimizer,
+            "counting": self.counting,
+            "table": self.table,
+            "step": seed,
+            "here": torch.full((4,), float(seed)),
+        }
+
+    def train(self, steps):
+        for step in range(steps):
+            with autograd.context() as context_id:
+                x = tensor_of(step, 4, 6)
+                for stage in self.stages:
+                    x = stage.rpc_sync().forward(x)
+                autograd.backward(context_id, [x.square().sum()])
+                self.optimizer.step(context_id)
+
+    def content(self):
+        return {
+            "model": {name: held(stage) for name, stage in self.state["model"].items()},
+            "optim": self.optimizer.state_dict(),
+            "counting": {"seen": self.counting.rpc_sync().get()},
+            "table": self.table.to_here(),
+            "step": self.state["step"],
+            "here": self.state["here"],
+        }
+
+
+def same(a, b, where=""):
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            same(a[key], b[key], f"{where}.{key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), where
+        for i, (one, other) in enumerate(zip(a, b, strict=True)):
+            same(one, other, f"{where}.{i}")
+    elif isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype, where
+        assert torch.equal(a, b), where
+    else:
+        assert a == b, where
+
+
+def refused(kind, *words):
+    return pytest.raises(kind, match="(?s)" + ".*".join(words))
+
+
+def files_in(path):
+    return sorted(p.name for p in Path(path).iterdir()) if Path(path).exists() else []
+
+
+# -- in the first worker
+
+
+def _round_trip(path):
+    one = Training(["worker1", "worker2"], seed=1)
+    one.train(3)
+    before = one.content()
+    checkpoint.save(one.state, path)
+    same(one.content(), before)
+    same(checkpoint.read(path), before)  # one process reads it all
+    manifest = json.loads((Path(path) / "manifest.json").read_text())["manifest"]
+    assert sorted(manifest["files"]["ranks"]) == [0, 1, 2]  # the caller and both owners
+    assert len(files_in(path)) == 4
+    one.train(2)
+    expected = one.content()
+
+    other = Training(["worker2", "worker0"], seed=5)  # elsewhere, and one stage here
+    other.train(1)
+    report = checkpoint.load(other.state, path)
+    assert not report
+    same(other.content(), before)
+    other.train(2)
+    same({**other.content(), "step": 0}, {**expected, "step": 0})
+
+    alone = Training(["worker0", "worker0"], seed=6)
+    checkpoint.load(alone.state, path)  # one owner, before any step
+    same(alone.content(), before)
+
+
+def _with_and_without_workers(path):
+    """What a DistributedOptimizer saved loads into an ordinary optimizer, and the other way round."""
+    one = Training(["worker1", "worker2"], seed=1)
+    one.train(2)
+    checkpoint.save({"model": one.state["model"], "optim": one.optimizer}, path)
+    before = one.content()
+    model = nn.ModuleDict({"a": Stage(7), "b": Stage(8)})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    checkpoint.load({"model": model, "optim": optimizer}, path)
+    same(model["a"].state_dict(), before["model"]["a"])
+    named = dict(model.named_parameters())
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    for name, state in before["optim"]["state"].items():
+        same(dict(optimizer.state[named[name]]), state)
+
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    checkpoint.save({"model": model, "optim": optimizer}, path)
+    checkpoint.load({"model": one.state["model"], "optim": one.optimizer}, path)
+    saved = one.optimizer.state_dict()["state"]
+    for name, parameter in named.items():
+        same(saved[name], dict(optimizer.state[parameter]))
+    same(held(one.stages[1]), model["b"].state_dict())
+
+
+def _names(path):
+    """Renamed, partly there, of another shape, of another dtype; and a RemoteModule."""
+    one = Training(["worker1", "worker2"], seed=1)
+    one.train(1)
+    checkpoint.save(one.state, path)
+    before = one.content()
+    other = Training(["worker2", "worker1"], seed=2, names=("x", "b"))
+    other.train(1)
+    untouched = other.content()
+    with refused(CheckpointMismatch, "model.x", "Nothing has been changed"):
+        checkpoint.load(other.state, path)
+    same(other.content(), untouched)
+    rename = {
+        "model.a": "model.x",
+        **{f"optim.state.a.linear.{k}": f"optim.state.x.linear.{k}" for k in ("weight", "bias")},
+    }
+    for each in (rename, lambda name: name.replace(".a.", ".x.").replace("model.a", "model.x")):
+        checkpoint.load(other.state, path, rename=each)
+        same(held(other.stages[0]), before["model"]["a"])
+        same(
+            other.optimizer.state_dict()["state"]["x.linear.bias"], before["optim"]["state"]["a.linear.bias"]
+        )
+
+    small = rpc.remote("worker1", Stage, args=(0, 5))
+    was = held(small)
+    with refused(CheckpointMismatch, "worker1", "shapes differ: 'model.a.linear.weight'"):
+        checkpoint.load({"model": {"a": small, "b": one.stages[1]}}, path)
+    report = checkpoint.load({"model": {"a": small}}, path, strict=False)
+    assert set(report.reshaped) == {"model.a.linear.weight", "model.a.linear.bias"}
+    assert "model.b.linear.weight" in report.unexpected
+    assert torch.equal(held(small)["linear.weight"], was["linear.weight"])
+    doubled = rpc.remote("worker1", lambda_double, args=(0,))
+    with refused(CheckpointMismatch, "worker1", "float64", "convert_dtype=True"):
+        checkpoint.load({"model": {"a": doubled, "b": one.stages[1]}}, path)
+    checkpoint.load({"model": {"a": doubled, "b": one.stages[1]}}, path, convert_dtype=True)
+    same(held(doubled)["linear.weight"], before["model"]["a"]["linear.weight"].double())
+
+    remote = rpc.RemoteModule("worker2", Stage, args=(9,))
+    checkpoint.load({"model": {"a": remote}}, path, strict=False)
+    same(held(remote.get_module_rref()), before["model"]["a"])
+    checkpoint.save({"remote": remote}, path)
+    same(checkpoint.read(path), {"remote": before["model"]["a"]})
+
+
+def lambda_double(seed):
+    return Stage(seed).double()
+
+
+def _mistakes(path):
+    one = Training(["worker1", "worker2"], seed=1)
+    number = rpc.remote("worker1", len, args=("abc",))
+    nested = rpc.remote("worker1", dict, args=({"inner": one.table},))
+    failing = rpc.remote("worker2", Failing, args=("raise",))
+    full = rpc.remote("worker2", Failing, args=("full",))
+    for state, kind, words in (
+        ({"n": number}, CheckpointError, ["worker1", "reference of a int"]),
+        ({"n": nested}, CheckpointError, ["worker1", "n.inner", "itself a reference"]),
+        ({"model": one.stages[0], "f": failing}, CheckpointError, ["worker2", "ValueError: no state today"]),
+        ({"model": one.stages[0], "f": full}, StorageFailed, ["worker2", "No space left"]),
+        ({"a": one.table, "a.b": 1}, CheckpointError, ["'a.b'", "rename one of them"]),
+        (one.table, CheckpointError, ["give a dict"]),
+        ({"x": one.table}, CheckpointError, ["failed"]),
+    ):
+        with refused(kind, *words):
+            checkpoint.save(state, "/proc/nowhere" if words[-1] == "failed" else path)
+        assert files_in(path) == [], state
+    with pytest.raises(NoCheckpoint):
+        checkpoint.load(one.state, path)
+    with refused(CheckpointError, "other workers cannot be told of"):
+        checkpoint.save(one.state, _Mine(path))
+    with refused(CheckpointError, "save\\(\\) saves such a state"):
+        checkpoint.async_save(one.state, path)
+
+
+class _Mine(checkpoint.LocalDisk):
+    pass
+
+
+def _overwritten(path):
+    """A save that fails leaves the one before; damage is told of with the worker that met it."""
+    one = Training(["worker1", "worker2"], seed=1)
+    checkpoint.save(one.state, path)
+    before, files = one.content(), files_in(path)
+    failing = rpc.remote("worker2", Failing, args=("raise",))
+    with refused(CheckpointError, "worker2", "no state today", "what was there before still is"):
+        checkpoint.save({**one.state, "f": failing}, path)
+    assert files_in(path) == files
+    same(checkpoint.read(path), before)
+    checkpoint.save({**one.state, "step": 9}, path)
+    assert len(files_in(path)) == 4
+    assert set(files_in(path)) & set(files) == {"manifest.json"}
+    two = [name for name in files_in(path) if name.endswith(".2.safetensors")]
+    data = bytearray((Path(path) / two[0]).read_bytes())
+    data[-2] ^= 1
+    (Path(path) / two[0]).write_bytes(data)
+    with refused(DamagedCheckpoint, "worker2", two[0]):
+        checkpoint.load(one.state, path)
+
+
+def _kill(path):
+    one = Training(["worker1", "worker2"], seed=1)
+    dying = rpc.remote("worker2", Failing, args=("die",))
+    checkpoint.save({"model": one.stages[0]}, path)
+    files = files_in(path)
+    with refused(CheckpointError, "worker2", "Nothing has been saved"):
+        checkpoint.save({**one.state, "dying": dying}, path)
+    assert files_in(path) == files
+    same(checkpoint.read(path), {"model": held(one.stages[0])})
+    with refused(CheckpointError, "worker 'worker2'", "Nothing has been"):
+        checkpoint.save(one.state, path)
+    assert files_in(path) == files
+
+
+def _hang(path):
+    """Bounded by the timeout given."""
+    one = Training(["worker1", "worker2"], seed=1)
+    slow = rpc.remote("worker2", Slow)
+    with refused(CheckpointError, "worker2", "RpcTimeout"):
+        checkpoint.save({"model": one.stages[0], "slow": slow}, path, rpc_timeout=0.3)
+    left = files_in(path)
+    assert "manifest.json" not in left
+    slow.rpc_sync().stop()
+    checkpoint.save({"model": one.stages[0]}, path)
+    same(checkpoint.read(path), {"model": held(one.stages[0])})
+
+
+class Slow(Counting):
+    def __init__(self):
+        import threading
+
+        self._go = threading.Event()
+
+    def state_dict(self):
+        self._go.wait(20)
+        return {"seen": {}}
+
+    def stop(self):
+        self._go.set()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [_round_trip, _with_and_without_workers, _names, _mistakes, _overwritten, _hang],
+    ids=lambda f: f.__name__,
+)
+def test_rpc(group, tmp_path, body):
+    group[0].run(body, str(tmp_path / "checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory):
+    from support.workers import Group, Worker
+
+    folder = tmp_path_factory.mktemp("workers")
+    group = Group([Worker(f"worker{i}", folder / f"{i}.log") for i in range(3)])
+    try:
+        group.init(f"file://{folder}/rendezvous", rpc_timeout=20)
+        yield group
+    finally:
+        for worker in group:
+            worker.close()
+
+
+def test_an_owner_that_dies(workers, tmp_path):
+    group = workers(3, rpc_timeout=10)
+    group[0].run(_kill, str(tmp_path / "checkpoint"))
+    with pytest.raises(WorkerFailed):
+        group[2].run(len, "")
+
+
+def test_import_is_light(tmp_path):
+    import subprocess
+    import sys
+
+    code = "import sys, farstep.checkpoint as c; print([m for m in sys.modules if m.startswith(('farstep.rpc', 'farstep.optim'))])"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )
