@@ -19,7 +19,7 @@ from support.workers import Worker
 
 from farstep.checkpoint import LocalDisk, async_save, load, read, save
 from farstep.checkpoint.manifest import MANIFEST, is_ours
-from farstep.errors import CheckpointBusy, CheckpointError, DamagedCheckpoint, StorageFailed
+from farstep.errors import CheckpointBusy, CheckpointError, DamagedCheckpoint, NoCheckpoint, StorageFailed
 
 OLD = {"a": torch.arange(1000), "n": 1}
 NEW = {"a": torch.arange(1000) + 1, "n": 2, "more": torch.ones(2000)}
@@ -184,7 +184,7 @@ def test_a_path_below_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageFailed, match="Not a directory"):
         save(OLD, tmp_path / "file" / "saved")
-    with pytest.raises(StorageFailed, match="Not a directory"):
+    with pytest.raises(NoCheckpoint):
         read(tmp_path / "file" / "saved")
 
 
