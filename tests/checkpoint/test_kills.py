@@ -226,6 +226,11 @@ def _save_for_ever(path: str, version: int) -> None:
         )
 
 
+def _saved_once(path: str) -> None:
+    """The group for the background is there after this: while it is being made, how long a rank waits for another is torch's affair."""
+    async_save({"version": 0, "shared": 0, f"own{dist.get_rank()}": 0}, path).wait(30)
+
+
 def _waited(path: str) -> str:
     try:
         _save_for_ever(path, 0)
@@ -241,21 +246,18 @@ def test_a_rank_that_is_killed(tmp_path: Path, round: int) -> None:
     dead = chance.randrange(2)
     with Ranks(2, timeout_s=8.0) as ranks:
         path = tmp_path / "saved"
+        ranks.run(_saved_once, str(path))
         pending = ranks.start(_waited, str(path))
-        time.sleep(chance.uniform(0.05, 0.3))
+        time.sleep(chance.uniform(0, 0.2))
         for rank in range(2):
             if rank == dead or round % 3 == 0:
                 ranks.workers[rank].kill()
         if round % 3:
             said = pending[1 - dead].result(30)
             assert any(each in said for each in ("another rank has died", "in vain", "because of rank"))
-    try:
-        found = read(path)
-    except NoCheckpoint:
-        return
-    version = found["version"]
-    for name in ("shared", "own0", "own1"):
-        assert (found[name] == version).all()
+    found = read(path)
+    version = torch.tensor(found["version"])
+    assert all((torch.as_tensor(found[name]) == version).all() for name in ("shared", "own0", "own1"))
     assert_clean(path)
 
 
