@@ -172,6 +172,9 @@ class StateMismatch(OptimError, ValueError):
 class StateError(FarstepError):
     """Something is wrong with tensors that are spread over ranks."""
 
+    kind: str = ""
+    """Where it tells of another rank's error: the name of its class."""
+
 
 class LayoutError(StateError, ValueError):
     """Boxes that leave a gap or overlap, or shapes, dtypes or names that do not fit. The message names the tensor and the box.

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from farstep.errors import CheckpointError
+from farstep import errors
+from farstep.errors import CheckpointError, StateError
 from farstep.state.adapters.ranks import Group, own_rank, size_of
 from farstep.state.council import agree, everyones, mark_of
 
@@ -43,13 +44,15 @@ class Ranks:
             if error is not None:
                 raise error
             return True
-        return agree(error, self.group, doing, mark_of(mark), kind=CheckpointError)
+        with reached():
+            return agree(error, self.group, doing, mark_of(mark))
 
     def everyones(self, value: Any, doing: str) -> list[Any] | None:
         """Every rank's; None if all have the same."""
         if self.alone:
             return None
-        return everyones(value, None, self.group, doing, kind=CheckpointError)
+        with reached():
+            return everyones(value, None, self.group, doing)
 
     def to_first(self, value: Any) -> list[Any]:
         """On the first rank every rank's; nothing elsewhere."""
@@ -73,11 +76,21 @@ _WORDS = ("gloo", "timed out", "timeout", "connection")
 """Of torch's plain RuntimeErrors, those that have one of these are about other ranks."""
 
 
+def _kind(exc: StateError) -> type[CheckpointError]:
+    """That of the other rank's error, so that all can catch the same."""
+    found = getattr(errors, getattr(exc, "kind", ""), CheckpointError)
+    return found if isinstance(found, type) and issubclass(found, CheckpointError) else CheckpointError
+
+
 @contextmanager
 def reached() -> Iterator[None]:
-    """Errors of not reaching other ranks, in words of checkpoints."""
+    """Errors of other ranks, and of not reaching them, in words of checkpoints."""
     try:
         yield
+    except StateError as exc:  # another rank's
+        raise _kind(exc)(str(exc)) from exc
+    except CheckpointError:
+        raise
     except RuntimeError as exc:
         text = str(exc).lower()
         if not isinstance(exc, dist.DistError) and not any(word in text for word in _WORDS):

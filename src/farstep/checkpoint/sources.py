@@ -57,11 +57,12 @@ def manifest_of(storage: Storage) -> Manifest:
     """Of a checkpoint of ours. Raises NoCheckpoint or DamagedCheckpoint."""
     try:
         with reading(storage):
-            return Manifest.decode(storage.read(MANIFEST), str(storage))
+            data = storage.read(MANIFEST)
     except FileNotFoundError:
         raise NoCheckpoint(
             f"there is no checkpoint in {storage}: it has no {MANIFEST}, which a save puts there when all is written"
         ) from None
+    return Manifest.decode(data, str(storage))
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from farstep import errors
 from farstep.errors import FarstepError, StateError, StateMismatch
 from farstep.state.adapters.ranks import Group, own_rank, size_of
 
@@ -29,9 +28,7 @@ def agree(
     kind: type[FarstepError] = StateError,
     help: str = "",
 ) -> bool:
-    """All go on, or all raise: each its own error, or one that tells that of the first rank that has one, and the `help`.
-
-    It is of that one's class, so that all ranks can catch the same, if that is a `kind`; else it is a `kind`.
+    """All go on, or all raise: each its own error, or a `kind` that tells that of the first rank that has one, and the `help`.
 
     Returns whether all have the same mark.
     """
@@ -53,10 +50,11 @@ def agree(
             raise error
         first = next(rank for rank, text in enumerate(texts) if text is not None)
         mismatch, name, text = texts[first]
-        raise (StateMismatch if mismatch else _named(name, kind))(
-            f"{doing} did not come about, because of rank {first}: {name}: {text}"
-            + (f". {help}" if help else "")
-        )
+        said = f"{doing} did not come about, because of rank {first}: {name}: {text}"
+        failure = (StateMismatch if mismatch else kind)(said + (f". {help}" if help else ""))
+        if isinstance(failure, StateError):
+            failure.kind = name
+        raise failure
     return bool((rows == rows[0]).all())
 
 
@@ -76,12 +74,6 @@ def mark_of(*parts: bytes) -> bytes:
     for part in parts:
         whole.update(part)
     return whole.digest()
-
-
-def _named(name: str, kind: type[FarstepError]) -> type[FarstepError]:
-    found = getattr(errors, name, kind)
-    is_one = isinstance(found, type) and issubclass(found, kind) and found.__init__ is kind.__init__
-    return found if is_one else kind
 
 
 def _gathered(value: Any, group: Group, doing: str, kind: type[FarstepError]) -> list[Any]:
