@@ -22,7 +22,7 @@ from farstep.errors import CheckpointError, NoCheckpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
-RANDOM_KILLS = 80
+RANDOM_KILLS = 92
 """By each of two workers."""
 OPERATIONS = 10
 
@@ -61,20 +61,33 @@ def assert_clean(path: Path) -> None:
 
 
 def killed(work: Callable[[], None], moment_s: float) -> bool:
-    """Do the work in a process of its own and kill that when so much time has passed. Returns whether it was still at work."""
+    """Do the work in a process of its own and kill that when it has been at it for so long. Returns whether it was still at work."""
+    theirs, ours = os.pipe()
     child = os.fork()
     if child == 0:
         try:
+            os.write(ours, b".")
             work()
         finally:
             os._exit(1)
+    os.read(theirs, 1)
     time.sleep(moment_s)
     os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
+    os.close(theirs)
+    os.close(ours)
     return os.WIFSIGNALED(status)
 
 
 # -- at random moments
+
+
+def _duration_s(numel: int, path: Path) -> float:
+    """Of one save, as this machine does it now."""
+    began = time.monotonic()
+    for version in range(3):
+        save(state_of(version, numel), path)
+    return (time.monotonic() - began) / 3
 
 
 def _killed_at_random(folder: str, seed: int, kills: int) -> tuple[int, int]:
@@ -85,6 +98,7 @@ def _killed_at_random(folder: str, seed: int, kills: int) -> tuple[int, int]:
         path = Path(folder, f"{seed}.{round}")
         numel = (10, 200_000, 10, 600_000)[round]  # of 8 bytes, twice: up to 10 MiB
         begin = async_save if round >= 2 else save
+        usual_s = _duration_s(numel, Path(folder, f"{seed}.{round}.timed"))
         version = 0
         before: int | None = None
         for _ in range(kills // 4):
@@ -96,7 +110,7 @@ def _killed_at_random(folder: str, seed: int, kills: int) -> tuple[int, int]:
                     version += 1
                     begin(state_of(version, numel), path)
 
-            assert killed(work, chance.uniform(0.001, 0.04)), "a save failed by itself"
+            assert killed(work, chance.uniform(0, 3 * usual_s)), "a save failed by itself"
             made += 1
             now = version_of(path)
             assert now is not None or before is None, "the old checkpoint is gone"
@@ -118,7 +132,7 @@ def test_at_random_moments(tmp_path: Path) -> None:
         for each in workers:
             each.close()
     assert sum(made for made, _ in results) == 2 * RANDOM_KILLS
-    assert sum(renewed for _, renewed in results) > 0  # so that they were in the midst of saves
+    assert sum(renewed for _, renewed in results) > 0  # so they came in the midst of saves
 
 
 # -- at each operation
@@ -212,6 +226,11 @@ def _save_for_ever(path: str, version: int) -> None:
         )
 
 
+def _saved_once(path: str) -> None:
+    """The group for the background is there after this: while it is being made, how long a rank waits for another is torch's affair."""
+    async_save({"version": 0, "shared": 0, f"own{dist.get_rank()}": 0}, path).wait(30)
+
+
 def _waited(path: str) -> str:
     try:
         _save_for_ever(path, 0)
@@ -227,21 +246,18 @@ def test_a_rank_that_is_killed(tmp_path: Path, round: int) -> None:
     dead = chance.randrange(2)
     with Ranks(2, timeout_s=3.0) as ranks:  # which the other may wait for more than once
         path = tmp_path / "saved"
+        ranks.run(_saved_once, str(path))
         pending = ranks.start(_waited, str(path))
-        time.sleep(chance.uniform(0.05, 0.3))
+        time.sleep(chance.uniform(0, 0.2))
         for rank in range(2):
             if rank == dead or round % 3 == 0:
                 ranks.workers[rank].kill()
         if round % 3:
             said = pending[1 - dead].result(45)
-            assert "has died" in said or "because of rank" in said
-    try:
-        found = read(path)
-    except NoCheckpoint:
-        return
-    version = found["version"]
-    for name in ("shared", "own0", "own1"):
-        assert (found[name] == version).all()
+            assert any(each in said for each in ("has died", "because of rank"))
+    found = read(path)
+    version = torch.tensor(found["version"])
+    assert all((torch.as_tensor(found[name]) == version).all() for name in ("shared", "own0", "own1"))
     assert_clean(path)
 
 
