@@ -18,6 +18,7 @@ from bench.rounds import Figures, Side
 from bench.rows import ROWS, SECTIONS
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
+CHECKPOINTS = Path(__file__).with_name("CHECKPOINTS.md")
 # In a large group of torch's, all workers dial the first at once, and its shared memory transport refuses
 # some of them. Its socket transport doesn't, so it's what is measured where the default won't start.
 BASELINE = Side("torch", "torch.distributed.rpc", spare={"_transports": ["uv"]})
@@ -69,11 +70,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--peers", action="store_true", help="add Ray and gRPC, where they are installed")
     parser.add_argument("--rounds", type=int, default=9, help="rounds of every row (default: %(default)s)")
     parser.add_argument(
+        "--checkpoints", action="store_true", help="measure these instead, and write CHECKPOINTS.md"
+    )
+    parser.add_argument(
         "--only",
         nargs="+",
         metavar="ROW",
         help=f"only these of {' '.join(r.key for r in ROWS)} {' '.join(c.key for c in contests.CONTESTS)}, "
-        f"or all rows of {' '.join(SECTIONS)} sharded checkpoints",
+        f"or all rows of {' '.join(SECTIONS)} sharded; of checkpoints {' '.join(c.key for c in contests.CHECKPOINTS)}",
     )
     parser.add_argument(
         "--impl", default="farstep", choices=("farstep", "torch"), help="torch measures it against itself"
@@ -83,9 +87,9 @@ def parse() -> argparse.Namespace:
         "--out", type=Path, help="where to write (default: RESULTS.md, for a run of everything)"
     )
     args = parser.parse_args()
-    known = (
-        {row.key for row in ROWS} | {c.key for c in contests.CONTESTS} | {*SECTIONS, "sharded", "checkpoints"}
-    )
+    rows = [] if args.checkpoints else ROWS
+    known_contests = contests.CHECKPOINTS if args.checkpoints else contests.CONTESTS
+    known = {row.key for row in rows} | {c.key for c in known_contests} | {*SECTIONS, "sharded"}
     unknown = set(args.only or ()) - known
     if unknown:
         parser.error(f"no such row: {' '.join(sorted(unknown))}")
@@ -93,14 +97,14 @@ def parse() -> argparse.Namespace:
         parser.error("at least one round")
     args.rows = [
         row
-        for row in ROWS
+        for row in rows
         if (not args.only or row.key in args.only or row.section in args.only)
         and (args.impl == "farstep" or not row.alone)
     ]
     args.contests = [
         each
-        for each in contests.CONTESTS
-        if args.impl == "farstep" and (not args.only or {each.key, _section(each)} & set(args.only))
+        for each in known_contests
+        if args.impl == "farstep" and (not args.only or {each.key, "sharded"} & set(args.only))
     ]
     if not args.rows and not args.contests:
         parser.error(f"{args.impl} has none of these rows")
@@ -114,12 +118,8 @@ def parse() -> argparse.Namespace:
             "farstep is not installed here; `pip install -e .`, or `--impl torch` to try the harness"
         )
     if args.out is None and args.impl == "farstep" and not args.only and args.rounds >= MIN_ROUNDS:
-        args.out = RESULTS
+        args.out = CHECKPOINTS if args.checkpoints else RESULTS
     return args
-
-
-def _section(each: contest.Contest) -> str:
-    return "checkpoints" if each in contests.CHECKPOINTS else "sharded"
 
 
 def fork_server() -> multiprocessing.context.ForkServerContext:

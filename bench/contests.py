@@ -187,7 +187,7 @@ CHECKPOINTS = [
         )
     ),
 ]
-CONTESTS = [ZERO, *FSDP2, *STATES, *BY_NAME, *CHECKPOINTS]
+CONTESTS = [ZERO, *FSDP2, *STATES, *BY_NAME]
 
 
 def report(contests: Sequence[Contest], outcomes: dict[str, Outcome]) -> list[str]:

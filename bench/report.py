@@ -37,9 +37,14 @@ class Facts:
 def write(rows: Sequence[Row], results: Results, facts: Facts) -> str:
     """The whole of RESULTS.md."""
     verdicts = {row.key: verdict(row, results[row.key], facts) for row in rows}
-    parts = [
+    title = [
         f"# {facts.subject} beside {facts.baseline}",
         f"Written by `python -m bench` on {datetime.date.today().isoformat()}; every run replaces it.",
+    ]
+    if not rows:  # groups of ranks alone, which say themselves how they were measured
+        return "\n\n".join([*title, *facts.more, machine(facts), *facts.remarks]) + "\n"
+    parts = [
+        *title,
         *tables(rows, results, facts, verdicts),
         *notes(rows, results),
         *facts.more,

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from farstep._version import __version__
+from farstep.cli_checkpoint import add_checkpoint, run_checkpoint
 
 __all__ = ["main"]
 
@@ -19,6 +20,7 @@ examples:
   farstep demo                         a transformer trained over three workers, in a minute
   farstep run -n 4 train.py --lr 0.1   four local copies of a script that calls init_rpc
   python -m farstep.compat train.py    a script for torch.distributed's rpc, unedited, on farstep
+  farstep checkpoint inspect run/100   what is in a checkpoint; see also verify, diff, convert, reshard, plot
 
 `farstep COMMAND --help` tells more of each.
 """
@@ -60,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _demo(args.steps, Path(args.out))
     if args.command == "run":
         return _run(parser, args)
+    if args.command == "checkpoint":
+        return run_checkpoint(args)
     parser.print_help()
     return 0
 
@@ -107,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("script", help="the Python script")
     run.add_argument("args", nargs=argparse.REMAINDER, help="arguments for the script")
+    add_checkpoint(commands)
     return parser
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from farstep import checkpoint
 from farstep.checkpoint import PerRank
+from farstep.checkpoint.tools import verify
 from farstep.errors import CheckpointError, CheckpointMismatch, NoCheckpoint
 
 DTYPES = [
@@ -389,6 +390,15 @@ def test_safetensors_reads_the_data(tmp_path):
     (length,) = struct.unpack("<Q", file.read_bytes()[:8])
     header = json.loads(file.read_bytes()[8 : 8 + length])
     assert all(each["data_offsets"][0] % 2 == 0 for name, each in header.items() if name != "__metadata__")
+
+
+def test_names_that_mean_something_else_in_the_file(tmp_path):
+    state = {"__metadata__": torch.ones(3), "a": torch.zeros(2), "a[0:2]": torch.ones(1)}
+    checkpoint.save(state, tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    assert len(safetensors.torch.load_file(file)) == 3
+    assert same(checkpoint.read(tmp_path), state)
+    assert not verify(tmp_path)
 
 
 def test_a_new_checkpoint_takes_the_place_of_the_old(tmp_path):

@@ -311,7 +311,7 @@ def test_mistakes_of_combined_optimizers():
     same.save_param_groups(False)
     with pytest.raises(ValueError, match=r"'0.weight' and 'x' are the same parameter, in two optimizers"):
         CombinedOptimizer([one, same])
-    with pytest.raises(TypeError, match="takes KeyedOptimizers, and this is a SGD"):
+    with pytest.raises(TypeError, match="takes KeyedOptimizers and ShardedOptimizers, and this is a SGD"):
         CombinedOptimizer([("x", optim.SGD(module.parameters()))])
     with pytest.raises(TypeError, match=r"this is a SGD: NamedOptimizer\(module"):
         CombinedOptimizer([optim.SGD(module.parameters())])

@@ -145,10 +145,10 @@ def misfits():
     for state, error, text in (
         (renamed, StateMismatch, "Missing in the state: cube. Unexpected in the state: sphere"),
         (changed(cube=tall), StateMismatch, r"'exp_avg' of parameter 'cube' has shape \(3, 5, 71\)"),
-        (changed(cube=sparse), StateMismatch, "torch.sparse_coo"),
+        (changed(cube=sparse), StateMismatch, "sparse_coo"),
         (changed(cube=[1]), StateMismatch, "is a list, and not a dict"),
         ({}, StateMismatch, "no state dict by names"),
-        (None, StateMismatch, "no state dict"),
+        (None, StateMismatch, "this is no state"),
     ):
         with pytest.raises(error, match=text):
             sharded.load_state_dict(state)
@@ -157,7 +157,9 @@ def misfits():
             torch.equal(now["state"][n][k], v) for n, e in before["state"].items() for k, v in e.items()
         )
     # One rank's trouble is every rank's.
-    with pytest.raises(OptimError, match=r"has shape|rank 1 could not go on|in one part and"):
+    with pytest.raises(
+        OptimError, match=r"the ranks were given different states: 'exp_avg' of parameter 'cube'"
+    ):
         sharded.load_state_dict(changed(cube=tall) if dist.get_rank() else good)
     # A part of the state that nobody has is not taken to be zero.
     parts = sharded.state_dict()

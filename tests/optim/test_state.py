@@ -347,3 +347,16 @@ def test_parameters_of_a_module_that_is_here(three):
     assert three[0].tally.sent == sent
     assert [name for name, _ in found] == ["net.0.weight", "net.0.bias", "net.1.weight", "net.1.bias"]
     assert all(a.local_value() is b for (_, a), b in zip(found, module.parameters(), strict=True))
+
+
+def test_the_names_that_an_ordinary_optimizers_state_has(three):
+    spread = Spread([1, 2, 1, 0])
+    plain = optim.Adam(zip(NAMES, spread.local, strict=True), lr=0.3)
+    spread.step_here(plain)
+    optimizer = DistributedOptimizer(optim.Adam, pairs(spread, [2, 0, 3, 1]), lr=0.1)
+    optimizer.load_state_dict(plain.state_dict())
+    found = optimizer.state_dict()
+    assert found["param_groups"][0]["lr"] == 0.3
+    for number, name in enumerate(NAMES):
+        expected = plain.state_dict()["state"][number]
+        assert all(torch.equal(found["state"][name][key], value) for key, value in expected.items())

@@ -9,9 +9,53 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from farstep.state import Box, Layout, Plan, Spread, flat_boxes
+from farstep.state import Box, Layout, Plan, Shards, Spread, exchange, flat_boxes, respread
 
-__all__ = ["carried_out", "cut", "expected", "fresh", "held", "random_layout", "random_spread"]
+__all__ = [
+    "carried_out",
+    "columns_of",
+    "cut",
+    "expected",
+    "filled",
+    "fresh",
+    "held",
+    "random_layout",
+    "random_spread",
+    "rows_of",
+    "set_same_host",
+]
+
+
+F32 = torch.float32
+
+
+def set_same_host(default: bool | None) -> None:
+    """What exchanges do in this process unless they are told."""
+    for function in (exchange, respread):
+        function.__wrapped__.__kwdefaults__["same_host"] = default  # within torch.no_grad
+
+
+def rows_of(shape, ranks, dtype=F32) -> Spread:
+    """Split along the first dimension, as evenly as it goes."""
+    n, k = shape[0], len(ranks)
+    cuts = [n * i // k for i in range(k + 1)]
+    return Spread.of(
+        shape,
+        dtype,
+        {
+            rank: [Box((a, *(0 for _ in shape[1:])), (b - a, *shape[1:]))]
+            for rank, a, b in zip(ranks, cuts, cuts[1:], strict=False)
+        },
+    )
+
+
+def columns_of(shape, ranks, dtype=F32) -> Spread:
+    flipped = rows_of((shape[1], shape[0]), ranks, dtype)
+    return Spread(shape, dtype, flipped.ranks, flipped.offsets[:, ::-1], flipped.sizes[:, ::-1])
+
+
+def filled(spread, full, rank) -> Shards:
+    return Shards(spread, [full[box.slices].clone() for box in spread.boxes(rank)])
 
 
 def random_spread(rng: random.Random, shape: Sequence[int], dtype: torch.dtype, ranks: int) -> Spread:

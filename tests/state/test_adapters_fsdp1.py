@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import Ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,12 +14,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from farstep.errors import LayoutError
 from farstep.state import named_shards, on_rank, respread, shards_of
 from farstep.state.adapters.fsdp1 import flat_parameters
-
-
-@pytest.fixture(scope="module")
-def four():
-    with Ranks(4) as ranks:
-        yield ranks
 
 
 def wrap(model, **options):

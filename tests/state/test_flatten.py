@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from support.ranks import Ranks
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -127,12 +126,6 @@ def as_torch_lays_it_out(shapes, tied, frozen, use_orig_params):
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
     assert layout.aliases == ({"inner.other": "p0"} if tied else {})
     assert layout.frozen == {f"p{i}" for i in frozen}
-
-
-@pytest.fixture(scope="module")
-def three():
-    with Ranks(3) as ranks:
-        yield ranks
 
 
 @settings(deadline=None, max_examples=25)

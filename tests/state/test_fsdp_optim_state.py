@@ -10,7 +10,6 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import Ranks
 from torch import nn
 from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -32,18 +31,6 @@ from farstep.state import neighbours
 from state.nests import FSDP1, KINDS, SHARDED, Nested, adam, by_name, make, reference, same, train, wrap
 
 OTHER = ("block0", "block2")  # another wrapping than the usual one
-
-
-@pytest.fixture(scope="module")
-def two():
-    with Ranks(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def four():
-    with Ranks(4) as ranks:
-        yield ranks
 
 
 def whole(model):

@@ -9,7 +9,6 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import Ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
@@ -26,12 +25,6 @@ from farstep.fsdp import (
     sharded_optim_state_dict,
 )
 from state.nests import SHARDED, Nested, adam, by_name, make, reference, same, train, wrap
-
-
-@pytest.fixture(scope="module")
-def two():
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def everywhere(model, optimizer):

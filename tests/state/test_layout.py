@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from farstep.errors import LayoutError, StateError
-from farstep.state import Box, Layout, Shards, Spread
+from farstep.state import Box, Layout, Shards, Spread, plan
 from state.spreads import cut, random_spread
 
 F32 = torch.float32
@@ -174,3 +174,80 @@ def test_shards_say_what_does_not_fit():
     ):
         with pytest.raises(StateError, match=message):
             Shards(spread, tensors).check("w", 1)
+
+
+# -- numbers at the edge of what int64 holds
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "offsets", "sizes", "message"),
+    [
+        ((4,), [0], [[2**62]], [[2**62 + 2**61]], "is not within"),
+        ((4,), [0], [[2**63 - 1]], [[2**63 - 1]], "is not within"),
+        ((-4,), [0], [[0]], [[0]], r"no tensor has the shape \(-4,\)"),
+        ((2**62,), [0], [[0]], [[1]], "more than 2\\*\\*63 - 1 bytes"),
+        ((2**40, 2**40), [0], [[0, 0]], [[1, 1]], "more than 2\\*\\*63 - 1 bytes"),
+        ((0, 2**63), [0], [[0, 0]], [[0, 1]], "more than 2\\*\\*63 - 1 bytes"),
+        ((4,), [10**12], [[0]], [[4]], "no rank is 1000000000000: ranks are from 0 to"),
+        ((4,), [2**64], [[0]], [[4]], "whole numbers below 2\\*\\*63"),
+        ((4,), [0], [[0.5]], [[1.0]], "whole numbers below 2\\*\\*63, not float64"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(shape, ranks, offsets, sizes, message):
+    with pytest.raises(LayoutError, match=message):
+        Spread(shape, F32, np.array(ranks), np.array(offsets), np.array(sizes))
+
+
+def test_numbers_that_are_too_large_for_a_box():
+    with pytest.raises(LayoutError, match="below 2"):
+        Spread.of((4,), F32, {0: [Box((2**64,), (1,))]})
+    huge = Spread.whole((2**60,), F32, [0])
+    with pytest.raises(LayoutError, match="elements together"):
+        Layout({f"t{i}": huge for i in range(9)}).check()
+
+
+def test_a_high_rank_costs_nothing():
+    layout = Layout({"w": Spread.whole((4,), F32, [0, 2**31 - 1])})
+    assert layout.bytes_per_rank() == {0: 16, 2**31 - 1: 16}
+
+
+def test_sums_beyond_int64_are_right():
+    shape = (2**59,)
+    layout = Layout({f"t{i}": Spread.whole(shape, torch.float64, [1]) for i in range(3)})
+    assert layout.bytes_per_rank() == {1: 3 * 2**62}
+    assert layout["t0"].bytes_on(1) == 2**62
+    there = Layout({f"t{i}": Spread.whole(shape, torch.float64, [0]) for i in range(3)})
+    copies = plan(layout, there)
+    assert copies.bytes_moved == 3 * 2**62
+    assert copies.bytes_between() == {(1, 0): 3 * 2**62}
+
+
+# -- boxes that no grid has
+
+
+def nested(count, dims):
+    """Each within the one before."""
+    at = np.repeat(np.arange(count)[:, None], dims, 1)
+    return Spread((2 * count + 2,) * dims, F32, np.arange(count) % 4, at, 2 * (count - at) + 2)
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_one_overlap_of_very_many_is_found(dims):
+    """50,000 boxes that all overlap have more than a billion pairs."""
+    with pytest.raises(LayoutError, match=r"two boxes of 'w' overlap"):
+        Layout({"a": halves(), "w": nested(50_000, dims)}).check()
+
+
+def corners(count):
+    """A square as one L within the other, each of two boxes."""
+    across = [Box((k, k), (1, count - k)) for k in range(count)]
+    return across + [Box((k + 1, k), (count - k - 1, 1)) for k in range(count - 1)]
+
+
+def test_boxes_without_a_grid_and_one_too_many():
+    shape, parts = (5000, 5000), corners(5000)
+    boxes = {rank: parts[rank::3] for rank in range(3)}
+    Layout({"w": Spread.of(shape, F32, boxes)}).check()
+    boxes[1].append(Box((4990, 4000), (2, 2)))
+    with pytest.raises(LayoutError, match=r"'w' overlap: .*\[4990:4992, 4000:4002\] of rank 1"):
+        Layout({"w": Spread.of(shape, F32, boxes)}).check()

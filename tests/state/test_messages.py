@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farstep.state import Box
-from farstep.state.messages import Arena, messages, pieces
+from farstep.state.messages import Arena, Copies, messages, pieces, places
 
 
 @settings(deadline=None)
@@ -32,24 +32,39 @@ def test_pieces_are_the_box_once_each_within_the_limit(sizes, limit, itemsize):
     st.lists(st.tuples(st.integers(1, 300_000), st.sampled_from([1, 4, 16]))), st.integers(1 << 14, 1 << 18)
 )
 def test_messages_hold_every_byte_once(copies, limit):
-    sent = list(messages((("t", i, Box((0,), (n,)), size) for i, (n, size) in enumerate(copies)), limit))
-    total = [0] * len(copies)
+    sent = list(messages(columns(copies), limit))
+    got = [0] * len(copies)
     for message in sent:
         assert message.nbytes <= limit
+        rows = message.rows.tolist()
+        if message.part is not None:
+            (row,) = rows
+            assert message.nbytes == message.payload_bytes == message.part.numel * copies[row][1]
+            got[row] += message.nbytes
+            continue
+        nbytes = [n * itemsize for n, itemsize in (copies[row] for row in rows)]
         end = 0
-        for piece in message.pieces:
-            assert piece.at % 16 == 0
-            assert piece.at >= end
-            end = piece.at + piece.box.numel * copies[piece.number][1]
-            total[piece.number] += piece.box.numel
+        for row, at, n in zip(rows, places(nbytes), nbytes, strict=True):
+            assert at % 16 == 0
+            assert at >= end
+            end = at + n
+            got[row] += n
         assert end == message.nbytes
-    assert total == [n for n, _ in copies]
+        assert message.payload_bytes == sum(nbytes)
+    assert got == [n * itemsize for n, itemsize in copies]
+
+
+def columns(copies):
+    """Copies of one dimension, each of so many elements of so many bytes."""
+    sizes = np.array([n for n, _ in copies], dtype=np.int64)
+    itemsize = np.array([size for _, size in copies], dtype=np.int64)
+    return Copies(np.arange(len(copies)), sizes * itemsize, sizes[:, None], itemsize)
 
 
 def test_small_regions_go_together_and_large_ones_alone():
     sizes = [100] * 1000 + [200_000] + [100] * 1000
-    sent = list(messages((("t", i, Box((0,), (n,)), 1) for i, n in enumerate(sizes)), 1 << 20))
-    assert sorted(len(message.pieces) for message in sent) == [1, 2000]
+    sent = list(messages(columns([(n, 1) for n in sizes]), 1 << 20))
+    assert sorted(len(message.rows) for message in sent) == [1, 2000]
 
 
 @settings(deadline=None)

@@ -1,16 +1,17 @@
 """Memory of other processes on this host."""
 
 import ctypes
+import os
+import threading
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import Ranks
 from torch import nn
 
-from farstep.errors import ExchangeError, OptimError
+from farstep.errors import ExchangeError, OptimError, StateError
 from farstep.optim import ShardedOptimizer
-from farstep.state import neighbours
+from farstep.state import Box, Shards, Spread, neighbours, on_rank, respread
 from farstep.state.neighbours import MOST_SPANS, Neighbours
 
 
@@ -78,12 +79,66 @@ def another_process():
     assert not found._can_read(cards)
 
 
-@pytest.fixture(scope="module")
-def two():
-    with Ranks(2) as ranks:
-        yield ranks
-
-
 @pytest.mark.parametrize("body", [reading, not_allowed, another_process], ids=lambda body: body.__name__)
 def test_on_two_ranks(two, body):
     two.run(body)
+
+
+def gathered(cores):
+    """Much, by a rank that gives nothing: other threads read, too."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rows = 300
+    source, target, told, readers = {}, {}, [], set()
+    for number in range(8):
+        whole = torch.arange(rows * ranks * 1000, dtype=torch.float32).reshape(rows * ranks, 1000) + number
+        spread = Spread.of(
+            whole.shape, whole.dtype, {r: [Box((r * rows, 0), (rows, 1000))] for r in range(ranks)}
+        )
+        source[str(number)] = Shards(spread, [whole[rank * rows : (rank + 1) * rows].clone()])
+        target[str(number)] = on_rank(torch.zeros_like(whole), 0)
+    real, cpu_count = Neighbours.read, os.cpu_count
+    Neighbours.read = lambda *args: (readers.add(threading.current_thread().name), real(*args))[1]
+    os.cpu_count = lambda: cores
+    try:
+        respread(source, target, progress=lambda *counts: told.append(counts))
+    finally:
+        Neighbours.read, os.cpu_count = real, cpu_count
+    if rank == 0:
+        for number, each in enumerate(target.values()):
+            assert torch.equal(
+                each.tensors[0].reshape(-1), torch.arange(rows * ranks * 1000, dtype=torch.float32) + number
+            )
+        assert told[-1][0] == told[-1][1]
+        assert [done for done, _ in told] == sorted(done for done, _ in told)
+    return readers
+
+
+@pytest.mark.parametrize("cores", [1, 2, 8])
+def test_a_rank_that_only_takes_reads_with_the_others_cores(three, cores):
+    first, *others = three.run(gathered, cores)
+    assert first
+    assert ("farstep-read" in first) == (cores > 1)
+    assert not any("farstep-read" in each for each in others)
+
+
+def lost_meanwhile():
+    """What cannot be read is told of, by all, whoever was to read it."""
+    ranks = range(dist.get_world_size())
+    spread = Spread.of((3, 3_000_000), torch.float32, {r: [Box((r, 0), (1, 3_000_000))] for r in ranks})
+    source = {"x": Shards(spread, [torch.ones(1, 3_000_000)])}
+    target = {"x": on_rank(torch.zeros(3, 3_000_000), 0)}
+    real = Neighbours.read
+
+    def fails(*args):
+        raise ExchangeError("that rank has died")
+
+    Neighbours.read = fails
+    try:
+        with pytest.raises(StateError, match="that rank has died"):
+            respread(source, target)
+    finally:
+        Neighbours.read = real
+
+
+def test_what_cannot_be_read_is_told_of_by_all(three):
+    three.run(lost_meanwhile)

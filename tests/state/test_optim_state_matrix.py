@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import Ranks
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -11,18 +10,6 @@ from farstep.state import Shards, load_optim_state_dict, optim_state_dict
 from state import training
 from state.holdings import Net
 from state.training import KINDS, Flat, FlatOriginal, Fsdp2, Strips, TwoD, Zero, bits_of, reference
-
-
-@pytest.fixture(scope="module")
-def two():
-    with Ranks(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def four():
-    with Ranks(4) as ranks:
-        yield ranks
 
 
 def close(found, wanted, what):

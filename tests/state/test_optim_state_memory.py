@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import Ranks
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
@@ -18,12 +17,6 @@ SLACK = 12 << 20  # Python, plans and gloo's own buffers
 LAYERS, WIDTH = 8, 1024
 PARAMETER_BYTES = LAYERS * WIDTH * WIDTH * 4
 STATE_BYTES = 2 * PARAMETER_BYTES  # 64 MiB
-
-
-@pytest.fixture(scope="module")
-def two():
-    with Ranks(2, timeout_s=10) as ranks:
-        yield ranks
 
 
 def peak(run):

@@ -5,18 +5,11 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import Ranks
 
 from farstep.errors import StateError, StateMismatch
 from farstep.state import load_optim_state_dict, optim_state_dict
 from state.holdings import Net
 from state.training import Flat, FlatOriginal, Fsdp2, Plain, bits_of, gradient
-
-
-@pytest.fixture(scope="module")
-def two():
-    with Ranks(2, timeout_s=10) as ranks:
-        yield ranks
 
 
 def trained():

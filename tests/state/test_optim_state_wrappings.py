@@ -1,10 +1,8 @@
 """Arbitrary wrappings and groupings: whatever the state was saved under, it loads under another, and nothing of it is lost."""
 
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.ranks import Ranks
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -101,12 +99,6 @@ def saved_and_loaded(here, there, grouping, other_grouping, full):
     for name, p in wanted_model.named_parameters():
         for key, value in reference.state[p].items():
             torch.testing.assert_close(found["state"][name][key], value, rtol=1e-6, atol=1e-8)
-
-
-@pytest.fixture(scope="module")
-def two():
-    with Ranks(2, timeout_s=10) as ranks:
-        yield ranks
 
 
 @settings(

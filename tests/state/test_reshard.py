@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from farstep.errors import LayoutError
 from farstep.state import Box, Layout, Plan, Spread, plan
+from farstep.state.arrays import Boxes
+from farstep.state.cells import clash, meet_in_cells
 from state.spreads import carried_out, expected, fresh, held, random_layout
 
 F32 = torch.float32
@@ -142,6 +144,92 @@ def test_to_everyone_and_from_everyone():
     assert len(plan(everywhere, everywhere, 9)) == 1
     spare = Layout({"w": Spread.whole(shape, F32, range(60, 64))})
     assert {c.source_rank for c in plan(spare, parts)} == {60, 61, 62, 63}  # takers share out the givers
+
+
+# -- boxes that no grid has
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 3), st.integers(1, 60), st.integers(1, 60))
+def test_pairs_in_cells_are_those_of_comparing_all(seed, dims, count, others):
+    """Without the sweep that comes first, on boxes that overlap as they like, in two groups."""
+    rng = np.random.default_rng(seed)
+    one, other = (any_boxes(rng, n, dims) for n in (count, others))
+    i, j = meet_in_cells(one, other)
+    found = list(zip(i.tolist(), j.tolist(), strict=True))
+    assert len(found) == len(set(found))
+    assert set(found) == set(zip(*(k.tolist() for k in np.nonzero(pairs(one, other))), strict=True))
+    met = pairs(one, one)
+    np.fill_diagonal(met, False)
+    shown = clash(one)
+    assert (shown is None) == (not met.any())
+    assert shown is None or met[shown]
+
+
+def any_boxes(rng, count, dims):
+    start = rng.integers(0, 30, (dims, count))
+    return Boxes(rng.integers(0, 2, count), list(start), list(start + rng.integers(1, 12, (dims, count))))
+
+
+def pairs(one, other):
+    met = one.group[:, None] == other.group
+    for d in range(len(one.start)):
+        met &= (one.start[d][:, None] < other.stop[d]) & (other.start[d] < one.stop[d][:, None])
+    return met
+
+
+def test_many_boxes_without_a_grid():
+    """Ls within Ls, into stripes: along either side every box meets half of the others."""
+    n = 3000
+    across = [Box((k, k), (1, n - k)) for k in range(n)]
+    ls = across + [Box((k + 1, k), (n - k - 1, 1)) for k in range(n - 1)]
+    one = Layout({"w": Spread.of((n, n), F32, {rank: ls[rank::4] for rank in range(4)})})
+    whole = plan(one, Layout({"w": sharded((n, n), evenly(n, 3), [])}))
+    assert int(whole.sizes.prod(axis=1).sum()) == n * n
+    assert len(plan(one, one)) == len(ls)
+    turned = Layout({"w": Spread.of((n, n), F32, {rank: ls[rank::5] for rank in range(5)})})
+    assert len(plan(one, turned)) == len(ls)
+    assert rows(plan(one, turned, 2)) == rows(plan(one, turned).part(2))
+
+
+def test_counts_are_exact_above_two_to_the_53():
+    """A gap of one element in 2**60, and none."""
+    side = 2**20
+    cut = Spread.of(
+        (side,) * 3,
+        F32,
+        {0: [Box((0, 0, 0), (side, side, side - 1))], 1: [Box((0, 0, side - 1), (side, side, 1))]},
+    )
+    whole = Layout({"w": Spread.whole((side,) * 3, F32, [2])})
+    assert len(plan(Layout({"w": cut}), whole)) == 2
+    short = [
+        *cut.boxes(0),
+        Box((1, 0, side - 1), (side - 1, side, 1)),
+        Box((0, 1, side - 1), (1, side - 1, 1)),
+    ]
+    with pytest.raises(LayoutError, match=r"no rank of the source has \[0:1, 0:1, 1048575:1048576\] of 'w'"):
+        plan(Layout({"w": Spread.of((side,) * 3, F32, {0: short})}), whole)
+
+
+def test_sides_near_two_to_the_63():
+    """All tensors on one line would be longer than int64 reaches."""
+    n = 2**60
+    one, other = (
+        Layout(
+            {
+                name: Spread.of((2, n), torch.uint8, {0: [Box((0, 0), (2, k))], 1: [Box((0, k), (2, n - k))]})
+                for name in "abc"
+            }
+        )
+        for k in (n // 2, n // 4)
+    )
+    assert len(plan(one, other)) == 9
+    empty = Layout({name: Spread.whole((0, 2**62), torch.uint8, [0]) for name in "abc"})
+    assert len(plan(empty, empty)) == 0
+    assert len(plan(one.merged(empty.renamed("{}0".format)), other.merged(empty.renamed("{}0".format)))) == 9
+    grid = [Box((a, b), (1, n // 4)) for a in range(2) for b in range(0, n, n // 4)]
+    quarters = Layout({name: Spread.of((2, n), torch.uint8, {0: grid}) for name in "abc"})
+    assert len(plan(quarters, one)) == 3 * len(grid)
 
 
 # -- what does not fit

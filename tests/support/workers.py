@@ -54,6 +54,7 @@ _context.set_forkserver_preload(
         "torch.distributed.fsdp",
         "pytest",
         "farstep.rpc",
+        "farstep.checkpoint",
     ]
 )
 

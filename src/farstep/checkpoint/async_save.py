@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 from farstep.checkpoint.handle import SaveHandle, begin, settle
 from farstep.checkpoint.manifest import no_collector
-from farstep.checkpoint.ranks import Ranks
+from farstep.checkpoint.ranks import Ranks, reached
 from farstep.checkpoint.saving import Draft, drafted, written
 from farstep.checkpoint.staging import staging
 from farstep.checkpoint.storage import Storage, storage_of
 from farstep.checkpoint.writing import Progress
 from farstep.errors import CheckpointError
-from farstep.state.adapters.ranks import Group
+from farstep.state.adapters.ranks import Group, timeout_of
 
 __all__ = ["async_save", "saved_behind"]
 
@@ -87,6 +87,7 @@ def _behind(ranks: Ranks) -> Ranks:
     other = _groups.get(group)
     if other is None:
         members = dist.get_process_group_ranks(group)
-        other = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        with reached():
+            other = dist.new_group(members, timeout_of(group), "gloo", use_local_synchronization=True)
         _groups[group] = other
     return Ranks(other)

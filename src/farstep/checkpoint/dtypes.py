@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
-__all__ = ["dtype_named", "name_of", "stored_as"]
+__all__ = ["dtype_named", "name_of", "stored_as", "stored_names"]
 
 _SAFETENSORS = {
     "float64": "F64",
@@ -55,3 +57,11 @@ def dtype_named(name: str) -> torch.dtype:
 def stored_as(dtype: torch.dtype) -> str | None:
     """safetensors' name for it; None if it has none, and the bytes are stored as such."""
     return _SAFETENSORS.get(name_of(dtype))
+
+
+def stored_names() -> Mapping[str, str]:
+    """safetensors' name -> torch's."""
+    return _NAMES
+
+
+_NAMES = {theirs: ours for ours, theirs in _SAFETENSORS.items()}

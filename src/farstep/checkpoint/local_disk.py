@@ -16,7 +16,7 @@ from typing import Any
 from farstep.checkpoint.storage import Buffer, NewFile, Storage, StoredFile
 from farstep.errors import CheckpointBusy
 
-__all__ = ["LocalDisk"]
+__all__ = ["LocalDisk", "sync_directory"]
 
 _WRITEBACK_BYTES = 32 << 20
 """After so much has been written the kernel is told to begin putting it on the disk, so that the sync at the end has little left."""
@@ -35,7 +35,7 @@ class LocalDisk(Storage):
         missing = [each for each in (self.path, *self.path.parents) if not each.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
         for each in missing:
-            _sync_directory(each.parent)
+            sync_directory(each.parent)
 
     def names(self) -> list[str]:
         if not self.path.is_dir():
@@ -58,12 +58,12 @@ class LocalDisk(Storage):
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            _sync_directory(self.path)  # so that the files it names are there if it is
+            sync_directory(self.path)  # so that the files it names are there if it is
             os.replace(aside, self.path / name)
         except BaseException:
             aside.unlink(missing_ok=True)
             raise
-        _sync_directory(self.path)
+        sync_directory(self.path)
 
     def delete(self, names: Iterable[str]) -> None:
         for name in names:
@@ -176,7 +176,7 @@ class _StoredFile(StoredFile):
             os.close(file)
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(directory)

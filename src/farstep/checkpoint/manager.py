@@ -38,6 +38,9 @@ class Resumed(int):
         found.skipped, found.report = skipped, report
         return found
 
+    def __getnewargs__(self) -> Any:
+        return int(self), self.skipped, self.report
+
 
 class CheckpointManager:
     """Saves a training's state by step, and finds it again.

@@ -48,6 +48,7 @@ __all__ = [
     "File",
     "Manifest",
     "TensorInfo",
+    "check_places",
     "data_file",
     "is_ours",
     "no_collector",
@@ -351,6 +352,14 @@ def _boxes(found: Any, tensors: dict[str, TensorInfo], files: list[File]) -> Box
             f"boxes of {int(dims.sum())} dimensions have {len(offsets)} offsets and {len(sizes)} sizes"
         )
     return Boxes(tensor, file, at, offsets, sizes, dims)
+
+
+def check_places(manifest: Manifest, where: str) -> None:
+    """The same for a manifest that was made of another format's. Raises DamagedCheckpoint."""
+    try:
+        _check_places(manifest)
+    except (_Bad, LayoutError) as exc:
+        raise DamagedCheckpoint(f"{where}: what it says of its tensors is not valid: {exc}") from None
 
 
 def _check_places(manifest: Manifest) -> None:

@@ -13,14 +13,7 @@ from farstep.errors import CheckpointError, StateError
 from farstep.state.adapters.ranks import Group, own_rank, size_of
 from farstep.state.council import agree, everyones, mark_of
 
-__all__ = ["Ranks", "Step"]
-
-
-class Step:
-    """Something that each rank does by itself and that may fail on any."""
-
-    def __init__(self) -> None:
-        self.error: Exception | None = None
+__all__ = ["Ranks", "reached"]
 
 
 class Ranks:
@@ -53,14 +46,14 @@ class Ranks:
             if error is not None:
                 raise error
             return True
-        with _told():
+        with reached():
             return agree(error, self.group, doing, mark_of(mark))
 
     def everyones(self, value: Any, doing: str) -> list[Any] | None:
         """Every rank's; None if all have the same."""
         if self.alone:
             return None
-        with _told():
+        with reached():
             return everyones(value, None, self.group, doing)
 
     def to_first(self, value: Any) -> list[Any]:
@@ -68,7 +61,7 @@ class Ranks:
         if self.alone:
             return [value]
         found: list[Any] | None = [None] * self.count if self.rank == 0 else None
-        with _told():
+        with reached():
             dist.gather_object(value, found, group=self.group, group_dst=0)
         return found or []
 
@@ -76,9 +69,13 @@ class Ranks:
         if self.alone:
             return value
         box = [value]
-        with _told():
+        with reached():
             dist.broadcast_object_list(box, group=self.group, group_src=0)
         return box[0]
+
+
+_WORDS = ("gloo", "timed out", "timeout", "connection")
+"""Of torch's plain RuntimeErrors, those that have one of these are about other ranks."""
 
 
 def _kind(exc: StateError) -> type[CheckpointError]:
@@ -88,7 +85,8 @@ def _kind(exc: StateError) -> type[CheckpointError]:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def reached() -> Iterator[None]:
+    """Errors of other ranks, and of not reaching them, in words of checkpoints."""
     try:
         yield
     except StateError as exc:  # another rank's
@@ -96,7 +94,8 @@ def _told() -> Iterator[None]:
     except CheckpointError:
         raise
     except RuntimeError as exc:
-        if not isinstance(exc, dist.DistError) and "gloo" not in str(exc).lower() and "timed out" not in str(exc).lower() and "connection" not in str(exc).lower():  # fmt: skip
+        text = str(exc).lower()
+        if not isinstance(exc, dist.DistError) and not any(word in text for word in _WORDS):
             raise
         raise CheckpointError(
             f"another rank has died, or has not called this too: {exc}. save, load and async_save are called by all ranks of the group; where one saves for "

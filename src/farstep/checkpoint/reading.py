@@ -24,7 +24,7 @@ from farstep.checkpoint.writing import Progress, Tally
 from farstep.errors import DamagedCheckpoint
 from farstep.state import Box, Layout, Spread, plan
 
-__all__ = ["Read", "read_into", "reads_for"]
+__all__ = ["Files", "Read", "Reader", "planned", "read_into", "reads_for"]
 
 _ASIDE_BYTES = 8 << 20
 """What a thread reads aside at a time."""
@@ -56,11 +56,11 @@ def reads_for(manifest: Manifest, wanted: Mapping[str, tuple[str, Sequence[Box],
         elif len(rows):
             spread_out[label] = name, boxes, tensors
     if spread_out:
-        reads += _planned(manifest, numbers, spread_out)
+        reads += planned(manifest, numbers, spread_out)
     return [each for each in reads if each.into.numel()]
 
 
-def _planned(
+def planned(
     manifest: Manifest,
     numbers: Mapping[str, int],
     wanted: Mapping[str, tuple[str, Sequence[Box], Sequence[Tensor]]],
@@ -101,19 +101,20 @@ def read_into(
     """Do all the reads. Raises DamagedCheckpoint; then tensors may be partly written."""
     total = sum(each.into.nbytes for each in reads)
     tally = Tally(total, progress)
+    verify = verify and len(manifest.checksums) > 0  # another format has none, see items.py
     count = max(1, min(threads, total // _THREAD_BYTES, len(reads)))
     with ExitStack() as stack:
-        files = _Files(storage, manifest, stack)
+        files = Files(storage, manifest, stack)
         # In the order of the files, so that a disk is read from its beginning to its end.
         at = manifest.boxes.at
         ordered = sorted(reads, key=lambda each: (int(manifest.boxes.file[each.row]), int(at[each.row])))
         stop = Event()
         if count == 1:
-            _Reader(files, manifest, verify, tally, stop).run(ordered)
+            Reader(files, manifest, verify, tally, stop).run(ordered)
             return
         with ThreadPoolExecutor(count, "farstep-load") as pool:
             tasks = [
-                pool.submit(_Reader(files, manifest, verify, tally, stop).run, batch)
+                pool.submit(Reader(files, manifest, verify, tally, stop).run, batch)
                 for batch in _batches(ordered, count)
             ]
             wait(tasks, return_when=FIRST_EXCEPTION)
@@ -133,7 +134,7 @@ def _batches(reads: Sequence[Read], count: int) -> list[list[Read]]:
     return [batch for batch in found if batch]
 
 
-class _Files:
+class Files:
     """The files of a checkpoint, each opened when it is first needed."""
 
     def __init__(self, storage: Storage, manifest: Manifest, stack: ExitStack) -> None:
@@ -156,10 +157,10 @@ class _Files:
         return file
 
 
-class _Reader:
+class Reader:
     """One thread's."""
 
-    def __init__(self, files: _Files, manifest: Manifest, verify: bool, tally: Tally, stop: Event) -> None:
+    def __init__(self, files: Files, manifest: Manifest, verify: bool, tally: Tally, stop: Event) -> None:
         self._files, self._manifest, self._verify = files, manifest, verify
         self._tally, self._stop = tally, stop
         self._request_blocks = max(1, files._storage.request_bytes // manifest.block_bytes)

@@ -8,6 +8,7 @@
     {"tensor": "name"}             another's memory: a tied weight
     {"float": "nan"}, {"bytes": "..."}, {"complex": [re, im]}, {"dtype": "float32"}, {"device": "cpu"}, {"size": [2, 3]}
     {"ranks": [...]}               what each rank has for itself, see PerRank
+    {"unreadable": "why"}          of another format: a value that is not to be loaded; no save writes it
 
 The name of a value is its keys with dots between them: `model.layers.0.weight`.
 """
@@ -144,7 +145,7 @@ def decode(node: Any, name: str = "", rank: int = 0, depth: int = 0) -> Any:
     ((kind, inside),) = node.items()
     try:
         return _DECODERS[kind](inside, name, rank, depth + 1)
-    except DamagedCheckpoint:
+    except CheckpointError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, binascii.Error):
         raise DamagedCheckpoint(f"the manifest has a bad {str(kind)[:40]!r} at {name!r}") from None
@@ -181,6 +182,11 @@ def _ranks(inside: Any, name: str, rank: int, depth: int) -> Any:
     return PerRank(decode(inside[rank], joined(name, f"rank{rank}"), rank, depth) if rank < len(inside) else None)  # fmt: skip
 
 
+def _unreadable(inside: Any, name: str, *_: Any) -> Any:
+    """In place of what another format has and is not to be loaded."""
+    raise CheckpointError(f"{name!r} cannot be read: {str(inside)[:500]}")
+
+
 def _float(inside: Any, *_: Any) -> float:
     if inside not in ("nan", "inf", "-inf"):
         raise ValueError
@@ -206,6 +212,7 @@ _DECODERS: dict[str, Any] = {
     "dtype": lambda inside, *_: dtype_named(inside),
     "device": _device,
     "size": lambda inside, *_: torch.Size(inside),
+    "unreadable": _unreadable,
 }
 
 

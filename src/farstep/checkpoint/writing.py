@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from threading import Event, Lock
@@ -27,7 +27,17 @@ from farstep.state import Box, Layout, Shards
 from farstep.state.messages import pieces
 from farstep.state.sweep import Ints
 
-__all__ = ["Part", "Progress", "Tally", "Write", "shared_out", "write_part"]
+__all__ = [
+    "Part",
+    "Progress",
+    "Tally",
+    "Write",
+    "blocks_of",
+    "header",
+    "name_apart",
+    "shared_out",
+    "write_part",
+]
 
 Progress = Callable[[int, int], None]
 _REPLICA_BYTES = 64 << 20
@@ -190,17 +200,17 @@ def _write_file(
     """Returns its size, where each box is, and all checksums."""
     sizes = np.array([each.tensor.nbytes for each in writes], dtype=np.int64)
     ends = np.cumsum(sizes)
-    header = _header(save, writes, ends)
+    begin = header(save, writes, ends)
     checksums: list[int] = []
-    file = storage.create(name, len(header) + int(ends[-1]))
+    file = storage.create(name, len(begin) + int(ends[-1]))
     try:
-        file.write([memoryview(header)])
+        file.write([memoryview(begin)])
         _write_boxes(file, writes, checksums, tally, stop)
         file.finish()
     except BaseException:
         file.abandon()
         raise
-    return len(header) + int(ends[-1]), len(header) + ends - sizes, checksums
+    return len(begin) + int(ends[-1]), len(begin) + ends - sizes, checksums
 
 
 def _write_boxes(file: NewFile, writes: Sequence[Write], checksums: list[int], tally: Tally, stop: Event) -> None:  # fmt: skip
@@ -211,7 +221,7 @@ def _write_boxes(file: NewFile, writes: Sequence[Write], checksums: list[int], t
     for write in writes:
         if stop.is_set():
             return  # another file has failed
-        for data in _blocks(write.tensor):
+        for data in blocks_of(write.tensor):
             checksums.append(digest(data))
             waiting.append(data)
             nbytes += data.nbytes
@@ -223,7 +233,7 @@ def _write_boxes(file: NewFile, writes: Sequence[Write], checksums: list[int], t
     tally.add(nbytes)
 
 
-def _blocks(tensor: Tensor) -> Iterator[Buffer]:
+def blocks_of(tensor: Tensor) -> Iterator[Buffer]:
     """The bytes of a tensor, row by row, in blocks."""
     rest: bytes | Buffer = b""
     for data in _in_main_memory(tensor):
@@ -245,18 +255,23 @@ def _in_main_memory(tensor: Tensor) -> Iterator[Buffer]:
         yield bytes_of(tensor[piece.slices].cpu().resolve_conj().resolve_neg().contiguous())
 
 
-def _header(save: str, writes: Sequence[Write], ends: Ints) -> bytes:
+def name_apart(name: str, taken: Container[str]) -> str:
+    """A name that none of the others has: a tensor may be called as a box of another is, or "__metadata__"."""
+    while name in taken:
+        name += "'"
+    return name
+
+
+def header(save: str, writes: Sequence[Write], ends: Ints) -> bytes:
+    """What a data file begins with. `ends` is where each box ends, after the header."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt", "farstep": save}}
     at = 0
     for write, end in zip(writes, ends.tolist(), strict=True):
         kind, sizes = stored_as(write.tensor.dtype), list(write.box.sizes)
         if kind is None:
             kind, sizes = "U8", [end - at]
-        entries[write.name if write.is_whole else f"{write.name}{write.box}"] = {
-            "dtype": kind,
-            "shape": sizes,
-            "data_offsets": [at, end],
-        }
+        name = name_apart(write.name if write.is_whole else f"{write.name}{write.box}", entries)
+        entries[name] = {"dtype": kind, "shape": sizes, "data_offsets": [at, end]}
         at = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

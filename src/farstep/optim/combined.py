@@ -2,34 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
 from torch.optim import Optimizer
 
+from farstep.errors import OptimError
 from farstep.optim import adapters
 from farstep.optim.keyed import KeyedOptimizer
+from farstep.optim.sharded import ShardedOptimizer
+from farstep.state.council import agree
 
 __all__ = ["CombinedOptimizer"]
 
-Parts = list[tuple[str, KeyedOptimizer]]
+Part = KeyedOptimizer | ShardedOptimizer
+Parts = list[tuple[str, Part]]
+
+
+OF_A_RANK = ("rank",)
+"""What a state dict has beside state and groups, if it is one rank's."""
+AFTER = "what comes after a load"
 
 
 class CombinedOptimizer(KeyedOptimizer):
     """Several optimizers as one: it steps, saves and loads them together, and a scheduler drives them all.
 
     Args:
-        optims: KeyedOptimizers, such as NamedOptimizers, or (prefix, KeyedOptimizer). The names of a part's parameters get "prefix." in front.
+        optims: KeyedOptimizers, such as NamedOptimizers, and ShardedOptimizers, or (prefix, optimizer). The names of a part's parameters get
+            "prefix." in front.
 
-    `param_groups` lists the parts' own groups: what is changed in them is changed there. A load changes all parts or none.
+    `param_groups` lists the parts' own groups: what is changed in them is changed there. A load changes all parts or none. With a ShardedOptimizer among them
+    all of its ranks do everything together, and what fails on one fails on all.
     """
 
-    def __init__(self, optims: Iterable[KeyedOptimizer | tuple[str, KeyedOptimizer]]) -> None:
+    def __init__(self, optims: Iterable[Part | tuple[str, Part]]) -> None:
         parts = _parts(optims)
         self._begin({}, _Together(parts), {})
         self._parts: Parts = parts
         _check(parts)
+        if len({part.process_group for part in self._sharded()}) > 1:
+            raise ValueError(
+                "these ShardedOptimizers have several process groups, so that no one group has all ranks that step together: combine those of one group"
+            )
 
     @property
     def optimizers(self) -> Parts:
@@ -60,7 +76,7 @@ class CombinedOptimizer(KeyedOptimizer):
             "which of the optimizers is the group for? Add it to that one: optimizers[i][1].add_param_group(...)"
         )
 
-    def optim_parts(self) -> list[KeyedOptimizer]:
+    def optim_parts(self) -> list[Part]:
         """For farstep.state: whose state it is."""
         return [part for _, part in self._parts]
 
@@ -73,47 +89,88 @@ class CombinedOptimizer(KeyedOptimizer):
 
         Returns the first loss.
         """
-        if closure is None:
-            for _, part in self._parts:
-                part.step()
-            return None
-        with torch.enable_grad():
-            loss = closure()
-        shared = _Shared(closure, loss)
+        loss, shared = None, None
+        if closure is not None:
+            with self._together("the closure"), torch.enable_grad():
+                loss = closure()
+            shared = _Shared(closure, loss)
         for _, part in self._parts:
-            shared.begin()
-            part.step(shared)
+            with self._together_with(part, "the step"):
+                if shared is None:
+                    part.step()
+                else:
+                    shared.begin()
+                    part.step(shared)
         return loss
 
     def _init_state(self, sparse: Collection[str]) -> None:
         for prefix, part in self._parts:
-            part._init_state([name for name in part.params if _prefixed(prefix, name) in sparse])
+            with self._together_with(part, "init_state"):
+                part._init_state([name for name in part.params if _prefixed(prefix, name) in sparse])
 
     def _read(self) -> dict[str, Any]:
         state: dict[str, Any] = {}
         groups: list[dict[str, Any]] = []
+        found: dict[str, Any] = {"state": state, "param_groups": groups}
         for prefix, part in self._parts:
-            saved = part.state_dict()
+            with self._together_with(part, "saving the optimizer's state"):
+                saved = part.state_dict()
             state |= {_prefixed(prefix, name): each for name, each in saved["state"].items()}
             for group in saved.get("param_groups", []):
                 groups.append({**group, "params": [_prefixed(prefix, name) for name in group["params"]]})
-        return {"state": state, "param_groups": groups}
+            found |= {key: saved[key] for key in OF_A_RANK if key in saved}
+        return found
 
     def _prepare(self, saved: Mapping[str, Any], strict: bool) -> list[Callable[[], None]]:
         commits: list[Callable[[], None]] = []
         for prefix, part in self._parts:
-            own = {_prefixed(prefix, name): name for name in part.params}
-            groups = [
-                {**group, "params": [own[name] for name in group["params"] if name in own]}
-                for group in saved["param_groups"]
-            ]
-            share = {
-                "state": {own[name]: state for name, state in saved["state"].items() if name in own},
-                "param_groups": [group for group in groups if group["params"]],
-            }
-            share = adapters.run_load_state_dict_pre_hooks(part, share)
-            commits += [*part._prepare(share, strict), part._after_load]
+            with self._together("loading the optimizer's state"):
+                share = adapters.run_load_state_dict_pre_hooks(part, _share(saved, prefix, part))
+            with self._together_with(part, "loading the optimizer's state"):
+                commits += part._prepare(share, strict)
         return commits
+
+    def _after_load(self) -> None:
+        for _, part in self._parts:
+            with (
+                self._together_with(part, AFTER)
+                if isinstance(part, CombinedOptimizer)
+                else self._together(AFTER)
+            ):
+                part._after_load()
+        with self._together(AFTER):
+            super()._after_load()
+
+    # -- with others' ranks -------------------------------------------------------------------------------
+
+    def _sharded(self) -> list[ShardedOptimizer]:
+        """Parts of which every rank has a share, and parts' parts."""
+        found: list[ShardedOptimizer] = []
+        for _, part in self._parts:
+            if isinstance(part, ShardedOptimizer):
+                found.append(part)
+            elif isinstance(part, CombinedOptimizer):
+                found += part._sharded()
+        return found
+
+    @contextmanager
+    def _together(self, doing: str) -> Iterator[None]:
+        error = None
+        try:
+            yield
+        except Exception as exc:
+            if not self._sharded():
+                raise
+            error = exc
+        for part in self._sharded()[:1]:
+            agree(error, part.process_group, doing, kind=OptimError)
+
+    def _together_with(self, part: Part, doing: str) -> AbstractContextManager[None]:
+        """The same for what a part does, unless it sees to that itself."""
+        is_own = isinstance(part, ShardedOptimizer) or (
+            isinstance(part, CombinedOptimizer) and part._sharded()
+        )
+        return nullcontext() if is_own else self._together(doing)
 
     def __repr__(self) -> str:
         return f"CombinedOptimizer of {', '.join(f'{prefix!r}: {part!r}' for prefix, part in self._parts)}"
@@ -155,6 +212,20 @@ class _Shared:
         return self._closure()
 
 
+def _share(saved: Mapping[str, Any], prefix: str, part: Part) -> dict[str, Any]:
+    """What a part is to load, by its own names."""
+    own = {_prefixed(prefix, name): name for name in part.params}
+    groups = [
+        {**group, "params": [own[name] for name in group["params"] if name in own]}
+        for group in saved["param_groups"]
+    ]
+    return {
+        "state": {own[name]: state for name, state in saved["state"].items() if name in own},
+        "param_groups": [group for group in groups if group["params"]],
+        **{key: saved[key] for key in OF_A_RANK if key in saved},
+    }
+
+
 def _prefixed(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
@@ -183,9 +254,9 @@ def _check(parts: Parts) -> None:
     names: set[str] = set()
     owners: dict[int, str] = {}
     for prefix, part in parts:
-        if not isinstance(part, KeyedOptimizer):
+        if not isinstance(part, KeyedOptimizer | ShardedOptimizer):
             raise TypeError(
-                f"CombinedOptimizer takes KeyedOptimizers, and this is a {type(part).__name__}: "
+                f"CombinedOptimizer takes KeyedOptimizers and ShardedOptimizers, and this is a {type(part).__name__}: "
                 f"NamedOptimizer(module.named_parameters(), {type(part).__name__}, ...) makes one"
             )
         for name in [*part.params, *part.aliases]:

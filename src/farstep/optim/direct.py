@@ -6,7 +6,7 @@ collectives before and after: [Note: nobody writes what others read].
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from farstep.errors import ExchangeError, OptimError
 from farstep.optim.partition import Piece
-from farstep.optim.transport import BROKEN, Live, Transport, pack, room_for
+from farstep.optim.transport import BROKEN, Live, Rounds, Transport, pack, room_for
 from farstep.state.neighbours import Neighbours, Span
 
 __all__ = ["Direct"]
@@ -35,7 +35,7 @@ class Direct(Transport):
 
     def reduced(
         self, gradients: Sequence[Tensor | None], like: Sequence[Tensor], live: Live, *, reduce: bool = True
-    ) -> Iterator[tuple[int, int | None, Tensor | None]]:
+    ) -> Rounds:
         # [Note: nobody writes what others read]: gradients are read between this collective, by which all ranks have theirs, and the next one, which every
         # rank calls when it has read. Meanwhile a rank writes, if at all, only into the range of its own gradients that it owns, and no other reads that.
         addresses = self._announce(gradients, "gradients") if reduce else []
@@ -70,7 +70,7 @@ class Direct(Transport):
     def gather(self, values: Sequence[Tensor], live: Live) -> _Reading:
         return _Reading(self, values, live)
 
-    def read_values(self, values: Sequence[Tensor], live: Live) -> None:
+    def read_values(self, values: Sequence[Tensor], live: Live, has_failed: bool) -> bool:
         # [Note: nobody writes what others read]: by this collective all have updated what they own; after the last nobody reads any more.
         addresses = self._announce(values, "values")
         for rank, _ in self._peers:
@@ -79,26 +79,17 @@ class Direct(Transport):
                 into, unpack = room_for(values, piece)
                 self._read(rank, piece, addresses[rank], into)
                 unpack()
-        self._collect(torch.zeros(1, dtype=torch.int64), "the end of a step")
+        has_any_failed = self.end(has_failed)
         self._kept = []
+        return has_any_failed
 
     def _announce(self, tensors: Sequence[Tensor | None], what: str) -> list[list[int]]:
         """Every rank's addresses of these tensors; 0 where there is none."""
         kept = [None if t is None else t.contiguous() for t in tensors]
-        own = torch.tensor([0 if t is None else t.data_ptr() for t in kept], dtype=torch.int64)
+        own = [0 if t is None else t.data_ptr() for t in kept]
         addresses = [each.tolist() for each in self._collect(own, f"the {what} of a step")]
         self._kept = kept
         return addresses
-
-    def _collect(self, own: Tensor, what: str) -> list[Tensor]:
-        found = [torch.empty_like(own) for _ in range(self._ranks)]
-        try:
-            dist.all_gather(found, own, self._group)
-        except RuntimeError as exc:
-            raise OptimError(
-                f"rank {dist.get_rank()}: waiting with all ranks for {what} failed: {exc}. One has died or does not step too. {BROKEN}"
-            ) from exc
-        return found
 
     def _read(self, rank: int, piece: Piece, addresses: Sequence[int], into: Tensor) -> None:
         """A piece from a rank's memory. Zeros for tensors that it has not."""
@@ -127,5 +118,5 @@ class _Reading:
     def publish(self, n: int) -> None:
         pass
 
-    def finish(self) -> None:
-        self._direct.read_values(self._values, self._live)
+    def finish(self, has_failed: bool) -> bool:
+        return self._direct.read_values(self._values, self._live, has_failed)

@@ -19,6 +19,7 @@ from farstep.optim.failures import named_error, step_error
 from farstep.optim.groups import Group, copied, differ, options_of, parse_group, parse_groups
 from farstep.optim.local import Changes, LocalOptimizer, Spec
 from farstep.optim.owners import Outcome, ask_owners
+from farstep.optim.rref_groups import RREFS
 from farstep.optim.shadow import CONSISTENCIES
 from farstep.rpc.current import current_agent
 from farstep.rpc.membership import WorkerInfo
@@ -77,7 +78,7 @@ class DistributedOptimizer(Optimizer):
         if consistency not in CONSISTENCIES:
             raise ValueError(f"consistency is one of {', '.join(CONSISTENCIES)}, not {consistency!r}")
         _check_class(optimizer_class)
-        groups = parse_groups(params_rref)
+        groups = parse_groups(params_rref, RREFS)
         self._agent = current_agent()
         self._make = (optimizer_class, args, kwargs)
         self._consistency = consistency
@@ -118,8 +119,7 @@ class DistributedOptimizer(Optimizer):
 
     def _place(self, param_group: dict[str, Any], placed: list[Group]) -> None:
         number = len(placed)
-        group = parse_group(param_group, [name for each in placed for name in each.names])
-        self._refuse_known(group)
+        group = parse_group(param_group, placed, RREFS)
         specs = _by_owner([(number, group)])
         old = {owner: each[0] for owner, each in specs.items() if owner in self._owners}
         new = {owner: each for owner, each in specs.items() if owner not in self._owners}
@@ -149,15 +149,6 @@ class DistributedOptimizer(Optimizer):
         for owner in owners:
             self._owners[owner].told.pop(number, None)
             self._owners[owner].names.pop(number, None)
-
-    def _refuse_known(self, group: Group) -> None:
-        placed = self._placed or []
-        known = {rref._id: name for each in placed for rref, name in zip(each.rrefs, each.names, strict=True)}
-        for rref, name in zip(group.rrefs, group.names, strict=True):
-            if rref._id in known:
-                raise ValueError(
-                    f"some parameters appear in more than one parameter group: {name!r} is {known[rref._id]!r}"
-                )
 
     # -- steps --------------------------------------------------------------------------------------------
 
@@ -229,7 +220,7 @@ class DistributedOptimizer(Optimizer):
         """
         placed = self._placed or []
         if len(self.param_groups) != len(placed) or any(
-            len(group["params"]) != len(known.rrefs) or any(map(is_not, group["params"], known.rrefs))
+            len(group["params"]) != len(known.params) or any(map(is_not, group["params"], known.params))
             for group, known in zip(self.param_groups, placed, strict=True)
         ):
             raise OptimError(_GROUPS_HELP)
@@ -337,8 +328,9 @@ class DistributedOptimizer(Optimizer):
     def _prepare_load(self, state_dict: dict[str, Any], strict: bool, timeout: float) -> state_dicts.Plan:
         """All that can fail, on all owners. Then comes `_commit_load` or `_abandon_load`; `_changing` is held from before this to after that."""
         state_dict = adapters.run_load_state_dict_pre_hooks(self, state_dict)
+        given = state_dicts.by_its_names(state_dict)
         seconds = self._agent.effective_timeout(timeout)
-        plan = state_dicts.plan_load(self._make[0], self.defaults, self.param_groups, state_dict, strict)
+        plan = state_dicts.plan_load(self._make[0], self.defaults, self.param_groups, given, strict)
         args = {
             info: (owner.id, *state_dicts.share(plan, owner.names), seconds)
             for info, owner in self._owners.items()
@@ -429,7 +421,7 @@ def _by_owner(groups: Any) -> dict[WorkerInfo, list[Spec]]:
     specs: dict[WorkerInfo, list[Spec]] = {}
     for number, group in groups:
         shares: dict[WorkerInfo, Spec] = {}
-        for name, rref in zip(group.names, group.rrefs, strict=True):
+        for name, rref in zip(group.names, group.params, strict=True):
             spec = shares.setdefault(rref.owner(), (number, [], [], group.options))
             spec[1].append(name)
             spec[2].append(rref)
@@ -440,7 +432,7 @@ def _by_owner(groups: Any) -> dict[WorkerInfo, list[Spec]]:
 
 def _as_group(group: Group, options: dict[str, Any]) -> dict[str, Any]:
     own = {key: copied(value) for key, value in options.items()}
-    return {"params": list(group.rrefs), "param_names": group.names, **own}
+    return {"params": list(group.params), "param_names": group.names, **own}
 
 
 def _changes(before: dict[int, dict[str, Any] | None], now: dict[int, dict[str, Any]]) -> Changes | None:

@@ -14,7 +14,7 @@ import torch
 
 from farstep.state.known import NUMBERS, is_torchs
 
-__all__ = ["NUMBERS", "choose", "fitting", "is_torchs", "only_what_fused_takes"]
+__all__ = ["NUMBERS", "choose", "fitting", "is_torchs", "laid_out", "only_what_fused_takes"]
 
 FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 SMALL = 4096
@@ -75,6 +75,12 @@ def _is_alike(parameter: torch.Tensor, key: str, value: Any) -> bool:
 
 
 def fitting(gradient: torch.Tensor, shadow: torch.Tensor) -> torch.Tensor:
+    """The gradient in the parameter's dtype, which a user may have set otherwise (`grad_dtype`), and laid out like it."""
+    gradient = laid_out(gradient, shadow)
+    return gradient if gradient.dtype == shadow.dtype else gradient.to(shadow.dtype)
+
+
+def laid_out(gradient: torch.Tensor, shadow: torch.Tensor) -> torch.Tensor:
     """The gradient laid out like the parameter, as `.grad` always is: fused updates go through memory, whatever the strides."""
     if gradient.shape != shadow.shape:
         raise ValueError(
@@ -86,7 +92,7 @@ def fitting(gradient: torch.Tensor, shadow: torch.Tensor) -> torch.Tensor:
         gradient = gradient.resolve_conj().resolve_neg()
     if gradient.layout is not torch.strided or gradient.stride() == shadow.stride():
         return gradient
-    return torch.empty_like(shadow).copy_(gradient)
+    return torch.empty_like(shadow, dtype=gradient.dtype).copy_(gradient)
 
 
 @contextmanager
@@ -104,7 +110,7 @@ def only_what_fused_takes(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 def _fused_takes(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
     params = [p for p in group["params"] if p.grad is not None]
-    if any(p.grad.layout is not torch.strided for p in params):
+    if any(p.grad.layout is not torch.strided or p.grad.dtype != p.dtype for p in params):
         return False
     if not group.get("momentum"):
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping
+from numbers import Number
 from typing import Any
 
 import torch
@@ -14,7 +15,16 @@ from farstep.errors import StateMismatch
 from farstep.optim import fast
 from farstep.optim.fast import NUMBERS
 
-__all__ = ["State", "attributes_of", "fitted", "local_shards", "needs_closure", "twin_of"]
+__all__ = [
+    "State",
+    "attributes_of",
+    "fitted",
+    "is_known",
+    "local_shards",
+    "misfit_of_kind",
+    "needs_closure",
+    "twin_of",
+]
 
 State = dict[str, Any]
 """What an optimizer remembers of one parameter."""
@@ -88,10 +98,9 @@ def _misfit(optimizer: Optimizer, parameter: torch.Tensor, key: str, value: Any,
     is_tensor = isinstance(value, torch.Tensor)
     if is_tensor and isinstance(now, torch.Tensor) and now.shape != value.shape:
         return f"has shape {tuple(value.shape)}"
-    if not fast.is_torchs(optimizer) or key in NUMBERS or isinstance(optimizer, torch.optim.LBFGS):
-        return None
-    if not is_tensor:
-        return f"is a {type(value).__name__}" if isinstance(now, torch.Tensor) else None
+    wrong = misfit_of_kind(optimizer, key, value)
+    if wrong or not is_known(optimizer) or key in NUMBERS or value is None:
+        return wrong
     if value.layout is not torch.strided:
         return f"is {value.layout}"
     if isinstance(optimizer, torch.optim.Adafactor):
@@ -99,6 +108,23 @@ def _misfit(optimizer: Optimizer, parameter: torch.Tensor, key: str, value: Any,
     if value.shape != parameter.shape:
         return f"has shape {tuple(value.shape)}"
     return None if _placement(value) == _placement(parameter) else f"is {_placement(value) or 'whole'}"
+
+
+def is_known(optimizer: Optimizer) -> bool:
+    """Whether its class's state is known: numbers, and tensors that are shaped like the parameter or its rows."""
+    return fast.is_torchs(optimizer) and not isinstance(optimizer, torch.optim.LBFGS)
+
+
+def misfit_of_kind(optimizer: Optimizer, key: str, value: Any) -> str | None:
+    """What is wrong with a piece of state whatever the parameter is: a number where a tensor is wanted, or the other way."""
+    if not is_known(optimizer):
+        return None
+    is_tensor = isinstance(value, torch.Tensor)
+    if key in NUMBERS:
+        is_number = value.numel() == 1 if is_tensor else isinstance(value, Number)
+        return None if is_number else f"has shape {tuple(value.shape)}" if is_tensor else f"is {value!r}"
+    is_unused = value is None and isinstance(optimizer, torch.optim.SGD)
+    return None if is_tensor or is_unused else f"is {value!r}"
 
 
 def _misfit_of_shards(value: Any, now: Any) -> str | None:

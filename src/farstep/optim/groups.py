@@ -1,127 +1,125 @@
-"""What a user gives as parameters -> groups of named references."""
+"""What a user gives as parameters -> groups of names, parameters and options. What a parameter is, `Rules` say."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
-from farstep.rpc.rref import RRef
+from farstep.state.optim_entries import copied
+from farstep.state.optim_schema import NOT_OPTIONS, options_of
 
-__all__ = ["NOT_OPTIONS", "Group", "copied", "differ", "options_of", "parse_group", "parse_groups"]
-
-NOT_OPTIONS = ("params", "param_names")
+__all__ = [
+    "NOT_OPTIONS",
+    "Group",
+    "Rules",
+    "copied",
+    "differ",
+    "options_of",
+    "parse_group",
+    "parse_groups",
+]
 
 
 @dataclass
 class Group:
     names: list[str]
-    rrefs: list[RRef[Any]]
+    params: list[Any]
     options: dict[str, Any]
 
 
-def parse_groups(given: Any) -> list[Group]:
-    """RRefs, (name, RRef) pairs, a dict name -> RRef, or groups of these: dicts with "params" and options."""
-    _refuse_unlisted(given)
-    if isinstance(given, dict):
-        given = [{"params": given}]
-    else:
-        given = list(given)
-        if not given:
-            raise ValueError("optimizer got an empty parameter list")
-        if not isinstance(given[0], dict):
-            given = [{"params": given}]
+@dataclass(frozen=True)
+class Rules:
+    """What an optimizer takes for its parameters."""
+
+    wanted: str
+    """What "params" is, in words."""
+    kind: type
+    """What a parameter is. A group may have one that is in no list."""
+    refuse_unlisted: Callable[[Any], None]
+    """Raises TypeError for what is one thing, and not several."""
+    check: Callable[[Any], None]
+    """Raises TypeError for what is no parameter."""
+    identity: Callable[[Any], Any]
+    """The same for the same parameter."""
+    name_of: Callable[[int], str] | None
+    """The name of one that was given without, from how many there are before it; None if all must have one."""
+    help_on_names: str
+    """What to do where two have one name."""
+
+
+def parse_groups(given: Any, rules: Rules) -> list[Group]:
+    """Parameters, (name, parameter) pairs, a mapping name -> parameter, or groups of these: dicts with "params" and options."""
+    rules.refuse_unlisted(given)
+    items = list(given.items()) if isinstance(given, Mapping) else list(given)
+    if not items:
+        raise ValueError("optimizer got an empty parameter list: it has no parameters")
     groups: list[Group] = []
-    taken: set[str] = set()
-    for each in given:
-        groups.append(parse_group(each, taken))
-        taken.update(groups[-1].names)
+    for each in items if isinstance(items[0], dict) else [{"params": items}]:
+        groups.append(parse_group(each, groups, rules))
     return groups
 
 
-def parse_group(given: Any, taken: Iterable[str]) -> Group:
-    """One group. Parameters without a name are called by their number; `taken` are the names of the groups before."""
-    if not isinstance(given, dict):
+def parse_group(given: Any, before: Sequence[Group], rules: Rules) -> Group:
+    """One group, after those `before` it, whose names and parameters are taken."""
+    group = Group([], [], {})
+    taken = {name for each in before for name in each.names}
+    seen = {
+        rules.identity(p): name for each in before for name, p in zip(each.names, each.params, strict=True)
+    }
+    for name, parameter in _pairs(given, len(taken), rules):
+        if not isinstance(name, str):
+            raise TypeError(f"a parameter's name is a string, not {name!r}")
+        rules.check(parameter)
+        if name in taken:
+            raise ValueError(
+                f"two parameters have the name {name!r}. Names must differ, since the state is saved by name{rules.help_on_names}"
+            )
+        other = seen.setdefault(rules.identity(parameter), name)
+        if other != name:
+            raise ValueError(
+                f"{other!r} and {name!r} are the same parameter: some parameters appear in more than one parameter group, or twice in one. "
+                f"A parameter can be given only once"
+            )
+        taken.add(name)
+        group.names.append(name)
+        group.params.append(parameter)
+    if not group.names:
+        raise ValueError("a parameter group has no parameters: leave it out, and add it when it has some")
+    group.options = options_of(given)
+    return group
+
+
+def _pairs(given: Any, count: int, rules: Rules) -> list[tuple[Any, Any]]:
+    """Name and parameter of each in a group that comes after `count` others."""
+    if not isinstance(given, Mapping):
         raise TypeError(f"param_group must be a dict, but got {type(given)}")
     if "params" not in given:
-        raise ValueError('a parameter group needs "params": a list of RRefs, or of (name, RRef) pairs')
+        raise ValueError(f'a parameter group needs "params": {rules.wanted}')
     params = given["params"]
     if isinstance(params, set):
         raise TypeError("parameters must come in an order that stays the same: give a list, not a set")
-    if isinstance(params, RRef):
+    if isinstance(params, rules.kind):
         params = [params]
-    _refuse_unlisted(params)
-    pairs = list(params.items()) if isinstance(params, dict) else list(params)
-    names: list[str] = []
-    rrefs: list[RRef[Any]] = []
-    taken = set(taken)
-    given_names = given.get("param_names")
-    for position, each in enumerate(pairs):
+    names = given.get("param_names")
+    rules.refuse_unlisted(params)
+    listed = list(params.items()) if isinstance(params, Mapping) else list(params)
+    found = []
+    for position, each in enumerate(listed):
         if isinstance(each, tuple | list) and len(each) == 2:
-            name, rref = each
+            found.append((each[0], each[1]))
+        elif names is not None:
+            found.append((names[position], each))
+        elif rules.name_of is not None:
+            found.append((rules.name_of(count + position), each))
         else:
-            name, rref = (given_names[position] if given_names else str(len(taken))), each
-        if not isinstance(rref, RRef):
+            rules.check(each)
             raise TypeError(
-                f"optimizer can only optimize parameters behind RRefs, but one of the params is {torch.typename(rref)}; "
-                f"rpc.RRef(parameter) makes a reference to a local one, parameter_rrefs(module) to all those of a module, here or remote"
+                f"parameters have names here, since the state is saved by them: give {rules.wanted}"
             )
-        if not isinstance(name, str):
-            raise TypeError(f"a parameter's name is a string, not {name!r}")
-        if name in taken:
-            raise ValueError(
-                f"two parameters have the name {name!r}. Names must differ, since the state is saved by name: where several "
-                f"modules have parameters of one name, use parameter_rrefs(module_rref, prefix=...)"
-            )
-        taken.add(name)
-        names.append(name)
-        rrefs.append(rref)
-    if not rrefs:
-        raise ValueError("a parameter group has no parameters: leave it out, and add it when it has some")
-    _refuse_repeated(names, rrefs)
-    return Group(names, rrefs, options_of(given))
-
-
-def _refuse_unlisted(given: Any) -> None:
-    """What is one thing, and not a list of references."""
-    if isinstance(given, nn.Module):
-        help = "parameter_rrefs(module) gives those of a module"
-    elif isinstance(given, RRef):
-        help = "[rref] is a list of one parameter, parameter_rrefs(rref) gives those of a module"
-    elif isinstance(given, torch.Tensor):
-        help = "[rpc.RRef(parameter)] is a list of one"
-    elif isinstance(given, Iterable) and not isinstance(given, str):
-        return
-    else:
-        help = "parameter_rrefs(module) gives those of a module, rpc.RRef(parameter) makes one"
-    raise TypeError(
-        f"params_rref is a list of RRefs, of (name, RRef) pairs, or of groups, not one {type(given).__name__}: {help}"
-    )
-
-
-def _refuse_repeated(names: list[str], rrefs: list[RRef[Any]]) -> None:
-    seen: dict[Any, str] = {}
-    for name, rref in zip(names, rrefs, strict=True):
-        other = seen.setdefault(rref._id, name)
-        if other != name:
-            raise ValueError(
-                f"{other!r} and {name!r} are the same parameter: a parameter can be given only once"
-            )
-
-
-def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in NOT_OPTIONS}
-
-
-def copied(value: Any) -> Any:
-    """A copy that does not change when the original is changed in place."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    return copy.deepcopy(value)
+    return found
 
 
 def differ(a: Any, b: Any) -> bool:

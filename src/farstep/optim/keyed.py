@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -178,14 +179,19 @@ class KeyedOptimizer(Optimizer):
         what is not known here is left out; some name must be the same. `rename` says what the names in the state are here.
         StateMismatch says what does not fit, and then nothing has been changed.
         """
-        state_dict = adapters.run_load_state_dict_pre_hooks(self, dict(state_dict))
-        saved = self._understood(state_dict, strict, rename)
+        with self._together("loading the optimizer's state"):
+            state_dict = adapters.run_load_state_dict_pre_hooks(self, dict(state_dict))
+            saved = self._understood(state_dict, strict, rename)
         for commit in self._prepare(saved, strict):
             commit()
         self._after_load()
 
     def post_load_state_dict(self) -> None:
         """For subclasses: called when a state has been loaded."""
+
+    def _together(self, doing: str) -> AbstractContextManager[None]:
+        """For an optimizer over several ranks: what fails on one fails on all."""
+        return nullcontext()
 
     def _after_load(self) -> None:
         self.post_load_state_dict()

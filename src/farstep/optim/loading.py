@@ -18,28 +18,36 @@ __all__ = ["KeyCheck", "put", "refuse_keys", "rehearse", "untangled"]
 
 
 class KeyCheck:
-    """Whether all pieces of state are there which the class of a group's optimizer needs. Asks the class once for each kind of parameter."""
+    """Whether the pieces of state are those which the class of a group's optimizer has. Asks the class once for each kind of parameter."""
 
-    def __init__(self, optimizer: Optimizer, options: Mapping[str, Any], refuses_more: bool) -> None:
+    def __init__(self, optimizer: Optimizer, options: Mapping[str, Any]) -> None:
         self._optimizer = optimizer
         self._options = options
-        self._refuses_more = refuses_more
         self._needed: dict[Any, frozenset[str] | None] = {}
 
     def __call__(self, name: str, parameter: torch.Tensor, state: State) -> None:
-        needed = self._needed_by(parameter)
-        if needed is not None:
-            refuse_keys(name, needed - state.keys(), state.keys() - needed if self._refuses_more else ())
+        known = self._known_of(parameter)
+        if known is not None:
+            needed, more = known
+            refuse_keys(name, needed - state.keys(), state.keys() - needed - more)
 
     def known(self, name: str, parameter: torch.Tensor, state: State) -> State:
         """The pieces that the class knows. Those that it cannot step without must be there all the same."""
-        if type(self._optimizer) is torch.optim.SGD:
-            return {key: value for key, value in state.items() if key == "momentum_buffer"}
-        needed = self._needed_by(parameter)
-        if needed is None:
+        known = self._known_of(parameter)
+        if known is None:
             return state
+        needed, more = known
         refuse_keys(name, needed - state.keys(), ())
-        return {key: value for key, value in state.items() if key in needed}
+        return {key: value for key, value in state.items() if key in needed or key in more}
+
+    def _known_of(self, parameter: torch.Tensor) -> tuple[frozenset[str], frozenset[str]] | None:
+        """What it cannot step without, and what it may have beside that. None where nobody knows."""
+        if type(self._optimizer) is torch.optim.SGD:
+            return frozenset(), frozenset(
+                {"momentum_buffer"}
+            )  # made late, and kept when it is no longer used
+        needed = self._needed_by(parameter)
+        return None if needed is None else (needed, frozenset())
 
     def _needed_by(self, parameter: torch.Tensor) -> frozenset[str] | None:
         kind = parameter.dim(), parameter.dtype, parameter.device

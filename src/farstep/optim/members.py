@@ -6,7 +6,6 @@ part of the gradient, so that updates are torch's own on plain tensors and no op
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,25 +16,20 @@ from farstep.errors import OptimError
 from farstep.optim import fast
 from farstep.optim.zero import Zero
 from farstep.state import Shards, Spread, like, shards_of
+from farstep.state.adapters import values
 
-__all__ = ["Member", "Part", "kind_of", "member_of"]
+__all__ = ["Local", "Member", "Part", "kind_of", "member_of"]
 
 
-def kind_of(value: Any) -> str:
-    """ "DTensor", "ShardedTensor" or "Tensor". Their modules are asked only if somebody has loaded them."""
-    for module, name in (
-        ("torch.distributed.tensor", "DTensor"),
-        ("torch.distributed._shard.sharded_tensor", "ShardedTensor"),
-    ):
-        kind = getattr(sys.modules.get(module), name, None)
-        if kind is not None and isinstance(value, kind):
-            return name
-    if not isinstance(value, Tensor):
+def kind_of(parameter: Any) -> str:
+    """ "DTensor", "ShardedTensor" or "Tensor"."""
+    kind = values.kind_of(parameter)
+    if kind is None:
         raise TypeError(
-            f"a parameter is a Tensor, DTensor or ShardedTensor, not {torch.typename(value)}: named_params is dict(model.named_parameters()), "
+            f"a parameter is a Tensor, DTensor or ShardedTensor, not {torch.typename(parameter)}: named_params is dict(model.named_parameters()), "
             f"or a list of groups with such a dict as their params"
         )
-    return "Tensor"
+    return kind
 
 
 class Member:
@@ -89,6 +83,14 @@ class Member:
         """Whether this rank speaks for its part, rather than another with a replica of it."""
         return _is_first(shards_of(self.parameter, self.group, name=self.name), self.group)
 
+    @property
+    def spread(self) -> Spread:
+        """How the parameter lies on the ranks, and every state that has its shape."""
+        known = self._spreads.get(self.parameter.dtype)
+        if known is not None:
+            return known
+        return self.shards([shadow.detach() for shadow in self.shadows], self.parameter.dtype).spread
+
     def form(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Any:
         """A state of the parameter's shape, in the parameter's own form, from what belongs to each shadow."""
         return tensors[0]
@@ -103,6 +105,13 @@ class Member:
                 self._spreads[dtype] = shards.spread
             return shards
         return Shards(spread, [t for t in tensors if t.numel()])
+
+
+class Local(Member):
+    """A plain tensor with elements of which no other rank has any. Where they lie in a whole is not known here."""
+
+    def counts(self) -> bool:
+        return True
 
 
 class _OfDTensor(Member):
@@ -185,13 +194,15 @@ class Part(Member):
         return self._zero.shards(self._number, tensors, dtype)
 
 
-def member_of(name: str, parameter: Any, group: Any) -> Member:
+def member_of(name: str, parameter: Any, group: Any, is_local: bool = False) -> Member:
+    """`is_local`: whether a plain tensor has other elements on each rank."""
     kind = kind_of(parameter)
     if kind == "DTensor" and any(placement.is_partial() for placement in parameter.placements):
         raise OptimError(
             f"parameter {name!r} has a Partial placement: its ranks hold terms of a sum, and not parts of a parameter. Redistribute it first"
         )
-    return {"DTensor": _OfDTensor, "ShardedTensor": _OfShardedTensor, "Tensor": Member}[kind](
+    plain = Local if is_local else Member
+    return {"DTensor": _OfDTensor, "ShardedTensor": _OfShardedTensor, "Tensor": plain}[kind](
         name, parameter, group
     )
 

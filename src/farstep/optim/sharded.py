@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -14,26 +13,28 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from farstep.errors import OptimError
-from farstep.optim import adapters, fast, sharded_state
-from farstep.optim.agreement import check_same, values_of
-from farstep.optim.elementwise import ELEMENTWISE, NOT_ELEMENTWISE
-from farstep.optim.groups import options_of
-from farstep.optim.members import Member, Part, kind_of, member_of
-from farstep.optim.named_groups import NamedGroup, parse_named_group, parse_named_groups
+from farstep.optim import adapters, fast, scaling, sharded_state, sharded_step
+from farstep.optim.elementwise import ELEMENTWISE
+from farstep.optim.groups import Group, parse_group, parse_groups
+from farstep.optim.members import Local, Member, Part, kind_of, member_of
+from farstep.optim.named_groups import NAMED
+from farstep.optim.sharded_checks import check_replicas, refuse_class
 from farstep.optim.sharded_clip import coefficient_of, total_norm
+from farstep.optim.sharded_part import ShardedPart, init_state
 from farstep.optim.sharded_seats import check_group, seat_of
 from farstep.optim.state_dicts import name_of_class
 from farstep.optim.zero import Zero
+from farstep.state.council import agree
 from farstep.state.neighbours import Neighbours
 from farstep.state.optim_seats import Seat
 
 __all__ = ["ShardedOptimizer"]
 
 BUCKET_BYTES = 16 << 20
-SHARD = ("auto", "state", "none")
+SHARD = ("auto", "state", "none", "local")
 
 
-class ShardedOptimizer(Optimizer):
+class ShardedOptimizer(ShardedPart):
     """`optimizer_class` on this rank's part of every parameter.
 
     DTensors and ShardedTensors are spread already: each rank updates its local shards, as with torch's class of this name. An ordinary replicated model,
@@ -46,7 +47,8 @@ class ShardedOptimizer(Optimizer):
         optimizer_class, args, kwargs: the optimizer, and what it is given beside the parameters.
         process_group: the ranks that share these parameters; all ranks of the job if it is None.
         shard: "state" spreads the state of plain tensors over the ranks; "none" has every rank step all of them by itself; "auto" does the former if
-            there are several ranks and plain tensors only, else the latter, as torch's class does.
+            there are several ranks and plain tensors only, else the latter, as torch's class does. "local": plain tensors are parts of
+            parameters, other ones on each rank, as under FSDP1 with use_orig_params=True.
         reduce_gradients: of plain tensors whose state is spread. True: `.grad` is this rank's own, and their mean is used; right in any case.
             False: they are means already, as under DistributedDataParallel, which saves sending them.
         elementwise: whether the class treats every element by itself. If it is None, that is known of torch's classes and not believed of others, which own
@@ -57,6 +59,9 @@ class ShardedOptimizer(Optimizer):
 
     Every rank makes it, steps, clips, loads and saves at the same time as the others: these communicate.
     """
+
+    _step_supports_amp_scaling = True
+    """torch.amp.GradScaler calls `step` in any case, since other ranks may wait for it. See `scaling`."""
 
     def __init__(
         self,
@@ -80,7 +85,7 @@ class ShardedOptimizer(Optimizer):
                 f"ShardedOptimizer(named_params, optimizer_class, ...): parameters with names first, then a class such as torch.optim.AdamW, and its "
                 f"arguments; not a {type(named_params).__name__} and a {type(optimizer_class).__name__}"
             )
-        groups = parse_named_groups(named_params)
+        groups = parse_groups(named_params, NAMED)
         self.process_group = process_group
         self._is_ready = False
         self._make = optimizer_class
@@ -94,9 +99,11 @@ class ShardedOptimizer(Optimizer):
             raise OptimError(
                 f"rank {dist.get_rank()} of the job is not in process_group: only the ranks of the group make this optimizer"
             )
-        is_plain = all(kind_of(p) == "Tensor" for group in groups for p in group.parameters)
+        self._is_local = shard == "local"
+        is_plain = all(kind_of(p) == "Tensor" for group in groups for p in group.params)
         self._spreads_state = self._ranks > 1 and (shard == "state" or (shard == "auto" and is_plain))
-        self._refuse(kind, elementwise, groups)
+        if self._ranks > 1:
+            refuse_class(kind, elementwise, groups, self._spreads_state, self._is_local)
         self._members: list[list[Member]] = []
         """Of each group."""
         self._zeros: list[Zero] = []
@@ -142,10 +149,9 @@ class ShardedOptimizer(Optimizer):
         if not self._is_ready:
             return  # torch's constructor
         known = [
-            NamedGroup([m.name for m in members], [m.parameter for m in members], {})
-            for members in self._members
+            Group([m.name for m in members], [m.parameter for m in members], {}) for members in self._members
         ]
-        group = parse_named_group(param_group, known)
+        group = parse_group(param_group, known, NAMED)
         members, zeros = self._take([group], len(self._members))
         new = {"params": _shadows(members)[0], "param_names": group.names, **group.options}
         self._inner.add_param_group(new)
@@ -153,13 +159,13 @@ class ShardedOptimizer(Optimizer):
         self._zeros += zeros
         self._adopt([group])
 
-    def _take(self, groups: list[NamedGroup], first: int = 0) -> tuple[list[list[Member]], list[Zero]]:
+    def _take(self, groups: list[Group], first: int = 0) -> tuple[list[list[Member]], list[Zero]]:
         """The parameters of new groups as members, once all ranks are known to have the same."""
-        self._check_same(groups)
+        check_replicas(self.process_group, self._arguments(), groups, self._spreads_state, self._is_local)
         flat = [
             (number, name, p)
             for number, group in enumerate(groups, first)
-            for name, p in zip(group.names, group.parameters, strict=True)
+            for name, p in zip(group.names, group.params, strict=True)
         ]
         spread = [each for each in flat if self._spreads_state and kind_of(each[2]) == "Tensor"]
         parts: dict[str, Member] = {}
@@ -181,7 +187,7 @@ class ShardedOptimizer(Optimizer):
             parts = {name: Part(zero, i, self.process_group) for i, name in enumerate(names)}
         members: list[list[Member]] = [[] for _ in groups]
         for number, name, parameter in flat:
-            member = parts.get(name) or member_of(name, parameter, self.process_group)
+            member = parts.get(name) or member_of(name, parameter, self.process_group, self._is_local)
             members[number - first].append(member)
         return members, zeros
 
@@ -196,43 +202,23 @@ class ShardedOptimizer(Optimizer):
             )
         return found
 
-    def _check_same(self, groups: list[NamedGroup]) -> None:
-        facts = {
+    def _arguments(self) -> dict[str, str]:
+        """In words that can be compared."""
+        return {
             "the optimizer class": name_of_class(self._make),
-            "shard": "used" if self._spreads_state else "not used",
+            "shard": "local" if self._is_local else "used" if self._spreads_state else "not used",
             "elementwise": str(self._elementwise),
             "reduce_gradients": str(self._reduce_gradients),
             "bucket_bytes": str(self._bucket_bytes),
             "same_host": str(self._same_host),
         }
-        values = {}
-        for number, group in enumerate(groups):
-            for name, p in zip(group.names, group.parameters, strict=True):
-                kind = kind_of(p)
-                lies = "" if p.is_contiguous() else f" with strides {p.stride()}"
-                facts[name] = f"a {kind} of shape {tuple(p.shape)}{lies}, {p.dtype}, in group {number}"
-                if self._spreads_state and kind == "Tensor":
-                    values[name] = values_of(p)
-        check_same(
-            self.process_group,
-            "the ranks were not given the same parameters",
-            facts,
-            "All ranks of process_group give the same arguments, and parameters of the same names, shapes, strides and dtypes in the same order",
-        )
-        check_same(
-            self.process_group,
-            "the ranks' parameters are not replicas",
-            values,
-            "Their values must be the same, bit by bit: wrap the model in DistributedDataParallel, which sees to it, or torch.distributed.broadcast every "
-            "parameter first",
-        )
 
-    def _adopt(self, groups: list[NamedGroup]) -> None:
+    def _adopt(self, groups: list[Group]) -> None:
         """Make the inner optimizer's groups this one's: the same dicts, with the user's parameters instead of shadows, except during a step."""
         self.param_groups = self._inner.param_groups
         self.state = self._inner.state
         for group, named in zip(self.param_groups[-len(groups) :], groups, strict=True):
-            group["params"] = list(named.parameters)
+            group["params"] = list(named.params)
             group["param_names"] = list(named.names)
         self._settle()
 
@@ -240,7 +226,7 @@ class ShardedOptimizer(Optimizer):
         """After a load, which has put new groups and a new state in place."""
         self._adopt(
             [
-                NamedGroup([m.name for m in members], [m.parameter for m in members], {})
+                Group([m.name for m in members], [m.parameter for m in members], {})
                 for members in self._members
             ]
         )
@@ -252,71 +238,22 @@ class ShardedOptimizer(Optimizer):
             for group, shadows in zip(self.param_groups, _shadows(self._members), strict=True)
         ]
 
-    def _refuse(self, kind: Any, elementwise: bool | None, groups: list[NamedGroup]) -> None:
-        if self._ranks == 1:
-            return
-        name = name_of_class(kind)
-        closure = inspect.signature(kind.step).parameters.get("closure") if hasattr(kind, "step") else None
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            raise TypeError(
-                f"{name} computes the loss several times in one step and needs all gradients together, so it cannot work on a part of the parameters. Use "
-                f"another class, such as torch.optim.AdamW"
-            )
-        if self._spreads_state and kind is torch.optim.SparseAdam:
-            raise TypeError(
-                f'{name} wants sparse gradients, and the state of replicated parameters is spread by dense ranges. shard="none" steps them on every rank'
-            )
-        sharded = [
-            n for g in groups for n, p in zip(g.names, g.parameters, strict=True) if kind_of(p) != "Tensor"
-        ]
-        if sharded and kind in NOT_ELEMENTWISE and not elementwise:
-            raise TypeError(
-                f"{name} needs whole parameters, and {sharded[0]!r} is spread over ranks: on local shards its result would be another one. Use an "
-                f"elementwise class such as torch.optim.AdamW, or keep these parameters replicated"
-            )
-
     # -- steps --------------------------------------------------------------------------------------------
 
+    @adapters.runs_its_hooks
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step, on all ranks at once. Returns what `closure` returned, which is called first, once.
 
-        A parameter that has no gradient on any rank is left alone. One that has on some counts as zero on the others.
+        A parameter that has no gradient on any rank is left alone. One that has on some counts as zero on the others. An exception on one rank, of
+        the optimizer class, of a hook or of the closure, is an OptimError on the others.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._step_local()
-        options = self._options() if self._zeros else {}
-        for zero in self._zeros:
-            zero.step(self._update, options)
-        return loss
-
-    def _options(self) -> dict[str, str]:
-        """Of all groups, in words that can be compared."""
-        return {
-            f"param_groups[{number}][{key!r}]": repr(value.tolist() if isinstance(value, Tensor) else value)
-            for number, group in enumerate(self.param_groups)
-            for key, value in options_of(group).items()
-        }
-
-    def _step_local(self) -> None:
-        """What this rank steps without the others."""
-        taken: list[Member] = []
-        given: dict[int, list[Tensor]] = {}
-        try:
-            for number, members in enumerate(self._members):
-                for member in members:
-                    if not isinstance(member, Part):
-                        taken.append(member)
-                        if member.take_gradients():
-                            given.setdefault(number, []).extend(member.shadows)
-            if given:
-                self._update(given)
-        finally:
-            for member in taken:
-                member.drop_gradients()
+        with torch.autograd.profiler.record_function(f"Optimizer.step#{type(self).__name__}.step"):
+            try:
+                return sharded_step.step(self, closure)
+            except BaseException:
+                scaling.forget(self)
+                raise
 
     def _update(self, given: Mapping[int, list[Tensor]]) -> None:
         if any(self._settled.get(id(s)) != (s.shape, s.stride()) for each in given.values() for s in each):
@@ -411,9 +348,11 @@ class ShardedOptimizer(Optimizer):
             raise ValueError(
                 "rank0_only=True goes with full=True: without it every rank has a part of its own, and all are needed"
             )
-        adapters.run_state_dict_pre_hooks(self)
-        found = sharded_state.read(self, full, rank0_only, cpu_offload)
-        return adapters.run_state_dict_post_hooks(self, found)
+        error = _error_of(lambda: adapters.run_state_dict_pre_hooks(self))
+        found = sharded_state.read(self, full, rank0_only, cpu_offload, error)
+        with self._all_or_none("saving the optimizer's state"):
+            found = adapters.run_state_dict_post_hooks(self, found)
+        return found
 
     def load_state_dict(
         self, state_dict: Any, *, strict: bool = True, broadcast_from_rank0: bool = False
@@ -424,15 +363,45 @@ class ShardedOptimizer(Optimizer):
         With `broadcast_from_rank0` only the first rank has a state, and that of others is not looked at. With `strict` the names must be the same as the
         optimizer's; else parameters without a saved state keep theirs. If it raises, nothing has been changed on any rank.
         """
-        if isinstance(state_dict, Mapping):
-            state_dict = adapters.run_load_state_dict_pre_hooks(self, dict(state_dict))
-        sharded_state.load(self, state_dict, strict, broadcast_from_rank0)
-        adapters.run_load_state_dict_post_hooks(self)
+        given = state_dict
+
+        def run_hooks() -> None:
+            nonlocal given
+            if isinstance(given, Mapping):
+                given = adapters.run_load_state_dict_pre_hooks(self, dict(given))
+
+        error = _error_of(run_hooks)
+        sharded_state.prepare(self, given, strict, broadcast_from_rank0, error)()
+        with self._all_or_none("what comes after a load"):
+            self._after_load()
+
+    def init_state(self, sparse_grad_parameter_names: Collection[str] | None = None) -> None:
+        """Make the state that the first step would make, for parameters that have none, so that it can be loaded in place. All ranks call it.
+
+        Parameters, gradients, options and counters stay as they are, and training goes on as it would have without. Frozen parameters get no
+        state. Some classes take the learning rate into their state: make schedulers before.
+        """
+        sparse = set(sparse_grad_parameter_names or ())
+        unknown = sorted(sparse - self.named_params.keys())
+        if unknown:
+            raise ValueError(f"sparse_grad_parameter_names has names of no parameter: {', '.join(unknown)}")
+        init_state(self, sparse)
+
+    @contextmanager
+    def _all_or_none(self, doing: str) -> Iterator[None]:
+        """If it fails on one rank, all raise."""
+        error = None
+        try:
+            yield
+        except Exception as exc:
+            error = exc
+        agree(error, self.process_group, doing, kind=OptimError)
 
     def optim_seats(self, group: dist.ProcessGroup | None) -> dict[int, Seat]:
-        """For farstep.state: id of each parameter -> how its state is spread."""
+        """For farstep.state: id of each parameter -> how its state is spread, where that is known here."""
         check_group(self.process_group, group)
-        return {id(m.parameter): seat_of(m) for members in self._members for m in members}
+        members = [m for members in self._members for m in members if not isinstance(m, Local)]
+        return {id(m.parameter): seat_of(m) for m in members}
 
     def optim_stepper(self) -> Optimizer:
         return self._inner
@@ -446,3 +415,11 @@ class ShardedOptimizer(Optimizer):
 
 def _shadows(members: list[list[Member]]) -> list[list[Tensor]]:
     return [[shadow for member in each for shadow in member.shadows] for each in members]
+
+
+def _error_of(run: Callable[[], None]) -> Exception | None:
+    try:
+        run()
+    except Exception as exc:
+        return exc
+    return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,26 +28,27 @@ def check_group(own: dist.ProcessGroup | None, given: dist.ProcessGroup | None) 
         )
 
 
-def seat_of(member: Member) -> Seat:
+def seat_of(member: Member, form: Callable[[Sequence[Tensor], torch.dtype], Any] | None = None) -> Seat:
+    """`form` makes the tensor that a user gets of a state: a DTensor of a DTensor, else Shards, if it is not given."""
+
     def views(values: Sequence[Tensor]) -> list[Tensor]:
         return member.shards(values, values[0].dtype).tensors if values else []
 
     def fresh(number: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty_like(member.shadows[number], dtype=dtype, device=device, requires_grad=False)
 
-    def form(values: Sequence[Tensor]) -> Any:
-        made = member.form(values, values[0].dtype)
-        return made if hasattr(made, "placements") else member.shards(values, values[0].dtype)
+    def shaped(values: Sequence[Tensor], dtype: torch.dtype) -> Any:
+        made = (form or member.form)(values, dtype)
+        return made if form is not None or hasattr(made, "placements") else member.shards(values, dtype)
 
     parameter = member.parameter
-    spread = member.shards([shadow.detach() for shadow in member.shadows], parameter.dtype).spread
     return Seat(
         member.name,
         member.shadows,
-        spread,
+        member.spread,
         [shadow.shape for shadow in member.shadows],
         views,
         requires_grad=bool(parameter.requires_grad),
-        form=form,
+        form=shaped,
         fresh=fresh,
     )

@@ -18,7 +18,7 @@ from torch import Tensor
 from farstep.errors import OptimError
 from farstep.optim.partition import Piece
 
-__all__ = ["BROKEN", "Gather", "Live", "Transport", "in_place", "pack", "room_for"]
+__all__ = ["BROKEN", "Gather", "Live", "Rounds", "Transport", "in_place", "pack", "room_for"]
 
 DEPTH = 3
 """Pieces under way at once. One is not enough to overlap; more only take memory."""
@@ -29,6 +29,8 @@ BROKEN = "Some parameters may have been updated and others not: start again from
 
 Live = list[list[int]]
 """For each rank, the numbers of those of its pieces that take part."""
+Rounds = Iterator[tuple[int, int | None, Tensor | None]]
+"""Round by round: its number, this rank's piece, and the mean of all ranks' gradients for it, which is good until the next round."""
 
 
 class Gather(Protocol):
@@ -37,8 +39,8 @@ class Gather(Protocol):
     def publish(self, n: int) -> None:
         """This rank's piece of the n-th round is updated."""
 
-    def finish(self) -> None:
-        """All are."""
+    def finish(self, has_failed: bool) -> bool:
+        """All are, or this rank has failed to. Returns whether some rank has."""
 
 
 @dataclass
@@ -102,8 +104,8 @@ class Transport:
 
     def reduced(
         self, gradients: Sequence[Tensor | None], like: Sequence[Tensor], live: Live, *, reduce: bool = True
-    ) -> Iterator[tuple[int, int | None, Tensor | None]]:
-        """Round by round: its number, this rank's piece, and the mean of all ranks' gradients for it, which is good until the next round.
+    ) -> Rounds:
+        """The means of gradients, or the gradients themselves if they are not to be reduced.
 
         Some ranks have fewer pieces than others. `like` are the parameters, and stand for gradients that this rank has not.
         """
@@ -187,6 +189,23 @@ class Transport:
                 ops.append(dist.P2POp(dist.irecv, into, peer, self._group, VALUES))
         return self._begin(ops, then, f"exchanging the values of {self._name(about)} with")
 
+    def end(self, has_failed: bool) -> bool:
+        """By this all ranks have come to the end. Whether one has failed."""
+        return any(each.item() for each in self._collect([has_failed], "the end of a step"))
+
+    def _collect(self, own: list[int] | list[bool], what: str) -> list[Tensor]:
+        """Every rank's numbers."""
+        device = torch.device("cpu" if "gloo" in dist.get_backend(self._group) else "cuda")
+        mine = torch.tensor(own, dtype=torch.int64, device=device)
+        found = [torch.empty_like(mine) for _ in range(self._ranks)]
+        try:
+            dist.all_gather(found, mine, self._group)
+        except RuntimeError as exc:
+            raise OptimError(
+                f"rank {dist.get_rank()}: waiting with all ranks for {what} failed: {exc}. One has died or does not step too. {BROKEN}"
+            ) from exc
+        return found
+
     def _begin(self, ops: list[dist.P2POp], then: list[Callable[[], None]], what: str) -> _Post:
         return _Post(what, ops, dist.batch_isend_irecv(ops) if ops else [], then)
 
@@ -209,9 +228,10 @@ class _Gather:
         if len(self._posts) > DEPTH:
             self._posts.popleft().finish()
 
-    def finish(self) -> None:
+    def finish(self, has_failed: bool) -> bool:
         while self._posts:
             self._posts.popleft().finish()
+        return self._transport.end(has_failed)
 
 
 def in_place(tensors: Sequence[Tensor | None], piece: Piece) -> Tensor | None:

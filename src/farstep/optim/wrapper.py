@@ -77,7 +77,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         positions = itertools.count()
         for number, group in enumerate(self._named_groups()):
             places = []
-            check = KeyCheck(optimizer, plan.options[number], not self.saves_param_groups)
+            check = KeyCheck(optimizer, plan.options[number])
             for name, position in zip(group["param_names"], positions, strict=False):
                 places.append(position)
                 parameter = self.params[name]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,17 +21,44 @@ from farstep.optim import fast
 from farstep.optim.agreement import check_same
 from farstep.optim.direct import Direct
 from farstep.optim.partition import Extent, Segment, divide
-from farstep.optim.transport import Transport
+from farstep.optim.transport import Rounds, Transport
 from farstep.state import Box, Shards, Spread, flat_boxes
+from farstep.state.council import agree
 from farstep.state.neighbours import Neighbours
 
-__all__ = ["Update", "Zero"]
+__all__ = ["STEP", "Census", "Notes", "Update", "Zero"]
 
 CACHED_BYTES = 4 << 20
 """Pieces that are read from memory are best no larger: what was read is still in the cache when it is used."""
 
+STEP = "the step"
+TORN = (
+    "Every rank has the same parameters, but that rank's part of them, and of the state, was not updated or not wholly, and the others' was: load "
+    "both from a checkpoint"
+)
+
 Update = Callable[[Mapping[int, list[Tensor]]], None]
 """Runs the optimizer on these of its parameters, by the number of their group."""
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What a rank has to say at the beginning of a step, or all together."""
+
+    error: Exception | None = None
+    """What keeps this rank from stepping."""
+    found_inf: bool = False
+    """Whether a scaler has found any in its gradients, so that nobody steps."""
+    has_hooks: bool = False
+    """Whether it has hooks that run after the step."""
+
+
+@dataclass(frozen=True)
+class Census(Notes):
+    """Of all ranks."""
+
+    has_gradient: Sequence[bool] = ()
+    """Which parameters have one on any."""
 
 
 class Zero:
@@ -107,19 +135,25 @@ class Zero:
 
     # -- steps --------------------------------------------------------------------------------------------
 
-    def step(self, update: Update, options: Mapping[str, str]) -> None:
-        """On all ranks at once: reduce, update, publish. `options` must be the same on all."""
+    def begin(self, options: Mapping[str, str], notes: Notes) -> Census:
+        """On all ranks at once, before anything is changed: whether they can step. `options` must be the same on all."""
+        return self._census(options, notes)
+
+    def run(self, census: Census, update: Update, error: Exception | None = None) -> None:
+        """Reduce, update, publish. A rank that cannot update, or has an error already, takes part all the same, and then all raise."""
         self._follow()
-        has_gradient = self._census(options)
+        has_gradient = census.has_gradient
         reduce = self._reduce and self._reduced is None
         self._reduced = None
         live = self._transport.live(has_gradient)
         gather = self._transport.gather([p.data for p in self.parameters], live)
         rounds = self._transport.reduced(self._gradients(), self.parameters, live, reduce=reduce)
+        attempt = _Attempt(error)
         if self._piecewise:
             for n, number, gradient in rounds:
                 if number is not None and gradient is not None:
-                    self._run(update, self._with_gradients(number, gradient, has_gradient))
+                    with attempt:
+                        self._run(update, self._with_gradients(number, gradient, has_gradient), attempt)
                 gather.publish(n)
         else:
             if self._elementwise:
@@ -129,15 +163,20 @@ class Zero:
                         part = self._with_gradients(number, gradient.clone(), has_gradient)
                         for group, shadows in part.items():
                             given[group] += shadows
-                self._run(update, given)
             else:
-                self._update_whole(rounds, has_gradient, update)
+                given = self._whole(rounds, has_gradient)
+            with attempt:
+                self._run(update, given, attempt)
             for n in range(max(map(len, live))):
                 gather.publish(n)
-        gather.finish()
+        has_any_failed = gather.finish(attempt.error is not None)
         changed = [p for p, has in zip(self.parameters, has_gradient, strict=True) if has]
         if changed:
             increment_version(changed)  # the new values have come past autograd
+        if has_any_failed:
+            if attempt.error is not None:
+                attempt.error.add_note(f"This was rank {self._rank}'s part of a step. {TORN}")
+            agree(attempt.error, self._group, STEP, kind=OptimError, help=TORN)
 
     def _with_gradients(
         self, number: int, gradient: Tensor, has_gradient: Sequence[bool]
@@ -154,27 +193,28 @@ class Zero:
             at += segment.numel
         return given
 
-    def _update_whole(self, rounds: object, has_gradient: Sequence[bool], update: Update) -> None:
+    def _whole(self, rounds: Rounds, has_gradient: Sequence[bool]) -> dict[int, list[Tensor]]:
+        """The shadows of whole parameters, by group, with their gradients."""
         given: dict[int, list[Tensor]] = defaultdict(list)
         for segment, shadow in self.shadows.items():
             if has_gradient[segment.parameter]:
                 shadow.grad = torch.zeros_like(shadow, memory_format=torch.contiguous_format)
                 given[self.numbers[segment.parameter]].append(shadow)
-        for _, number, gradient in rounds:  # type: ignore[attr-defined]
+        for _, number, gradient in rounds:
             at = 0
             for s in self._owned[self._rank][number] if number is not None else ():
                 whole = self.shadows[Segment(s.parameter, 0, self.parameters[s.parameter].numel())].grad
-                if whole is not None:
+                if whole is not None and gradient is not None:
                     whole.view(-1)[s.start : s.stop].copy_(gradient[at : at + s.numel])
                 at += s.numel
         for shadow in (each for several in given.values() for each in several):
             assert shadow.grad is not None
             shadow.grad = fast.fitting(shadow.grad, shadow)
-        self._run(update, given)
+        return given
 
-    def _run(self, update: Update, given: Mapping[int, list[Tensor]]) -> None:
+    def _run(self, update: Update, given: Mapping[int, list[Tensor]], attempt: _Attempt) -> None:
         try:
-            if given or not self._piecewise:  # a class may count its steps
+            if attempt.error is None and (given or not self._piecewise):  # a class may count its steps
                 update(given)
         finally:
             for shadow in (each for several in given.values() for each in several):
@@ -193,15 +233,16 @@ class Zero:
     def _gradients(self) -> list[Tensor | None]:
         return [None if p.grad is None else fast.fitting(p.grad, p) for p in self.parameters]
 
-    def _census(self, options: Mapping[str, str], *, clips: bool = False) -> list[bool]:
-        """Which parameters have a gradient on any rank. All ranks come to the same, and raise the same."""
+    def _census(self, options: Mapping[str, str], notes: Notes, *, clips: bool = False) -> Census:
+        """What all ranks have to say. They come to the same, and raise the same."""
         digest = zlib.crc32(repr(options).encode()) & 0xFFFFF
         gradients = [p.grad for p in self.parameters]
         has = [g is not None for g in gradients]
         is_sparse = [g is not None and g.layout is not torch.strided for g in gradients]
         device = self.parameters[0].device
         changed = [_kind(p) != kind for p, kind in zip(self.parameters, self._kinds, strict=True)]
-        said = [*has, *is_sparse, *self._stale(), *changed, digest, digest * digest]
+        flags = [notes.error is not None, notes.found_inf, notes.has_hooks]
+        said = [*has, *is_sparse, *self._stale(), *changed, *flags, digest, digest * digest]
         counts = torch.tensor(said, dtype=torch.int64, device=device)
         try:
             dist.all_reduce(counts, group=self._group)
@@ -210,8 +251,10 @@ class Zero:
                 f"rank {self._rank}: a step begins on all ranks of the group at once, and one of them has died or does not step: {exc}. "
                 f"Nothing has been changed here"
             ) from exc
-        *found, total, squares = counts.tolist()
+        *found, failed, found_inf, has_hooks, total, squares = counts.tolist()
         n = len(has)
+        if failed:
+            agree(notes.error, self._group, STEP, kind=OptimError, help="Nothing has been changed")
         having, sparse, stale, other = (found[i * n : (i + 1) * n] for i in range(4))
         if any(other):
             named = [name for name, count in zip(self.names, other, strict=True) if count]
@@ -251,18 +294,18 @@ class Zero:
                     f"with reduce_gradients=False all ranks have the same gradients, and only some have one for {', '.join(map(repr, some))}. Leave "
                     f"reduce_gradients=True, or wrap the model in DistributedDataParallel. Nothing has been changed"
                 )
-        return [count > 0 for count in having]
+        return Census(None, bool(found_inf), bool(has_hooks), [count > 0 for count in having])
 
     def reduce(self, options: Mapping[str, str]) -> list[Tensor]:
         """Have the mean gradients of what this rank owns in `.grad`, before a step that will find them there. Returns those parts."""
-        has_gradient = self._census(options, clips=True)
+        has_gradient = self._census(options, Notes(), clips=True).has_gradient
         for parameter, has in zip(self.parameters, has_gradient, strict=True):
             if has:
-                gradient = (
-                    torch.zeros_like(parameter)
-                    if parameter.grad is None
-                    else fast.fitting(parameter.grad, parameter)
-                )
+                if parameter.grad is None:
+                    dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+                    gradient = torch.zeros_like(parameter, dtype=dtype)
+                else:
+                    gradient = fast.laid_out(parameter.grad, parameter)
                 if gradient is not parameter.grad:
                     parameter.grad = gradient
         if self._reduce and self._reduced is None:
@@ -344,6 +387,21 @@ class Zero:
     def _boxes(self, segment: Segment) -> list[Box]:
         shape = self.parameters[segment.parameter].shape
         return [Box.whole(shape)] if segment.numel == 0 else flat_boxes(shape, segment.start, segment.stop)
+
+
+class _Attempt:
+    """`with attempt:` keeps the first error, for the time when it can be raised."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        if isinstance(error, Exception) and self.error is None:
+            self.error = error
+        return isinstance(error, Exception)
 
 
 def _kind(parameter: Tensor) -> tuple[torch.Size, torch.dtype, tuple[int, ...]]:

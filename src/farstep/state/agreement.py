@@ -1,9 +1,10 @@
-"""Before anything is sent: does every rank expect what the others are about to send it?"""
+"""Before anything is sent: does every rank expect what the others are about to send it? And in the end: has every rank come through?"""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 
 import numpy as np
@@ -11,91 +12,138 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from farstep.errors import ExchangeError, StateError
+from farstep.errors import ExchangeError
+from farstep.state.arrays import Ints
 from farstep.state.local import Local
-from farstep.state.sweep import Ints
 
-__all__ = ["agree"]
+__all__ = ["Agreement"]
 
 _READY, _FAILED = 0, 1
+_TEXT_BYTES = 2048
+_PROBE_TAG = 0x57A7F
 SAME = (
-    "All ranks are to give the same layouts and the same budget_bytes. What only one rank shall hold is given on all of them: "
+    "All ranks are to give the same layouts and the same budget_bytes and same_host. What only one rank shall hold is given on all of them: "
     "on_rank(tensor, 0), with a tensor on the meta device elsewhere"
 )
 
 
-def agree(
-    local: Local | None,
-    failure: StateError | None,
-    message_bytes: int,
-    rank: int,
-    ranks: int,
-    group: dist.ProcessGroup | None,
-    timeout: timedelta | None,
-    name: Callable[[int], str],
-) -> None:
-    """Each tells each what it will send it, or that it cannot begin. Raises ExchangeError if that is not what is expected.
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """The ranks of a group, which do the same or nothing. `name` is how an error calls one of them."""
 
-    If this rank is the one that cannot begin, its failure is raised, once the others know.
-    """
-    told = torch.zeros(ranks, 4, dtype=torch.int64)
-    if failure is not None or local is None:
-        told[:, 0] = _FAILED
-    else:
-        for peer, rows in local.sent.items():
-            told[peer, 1:] = torch.tensor(_digest(local, rows, message_bytes))
-    heard = torch.empty_like(told)
-    try:
-        work = dist.all_to_all_single(heard, told, group=group, async_op=True)
-        work.wait() if timeout is None else work.wait(timeout)
-    except RuntimeError as exc:
-        raise ExchangeError(f"rank {rank} could not compare plans with the other ranks: {exc}") from exc
-    if failure is not None:
-        raise failure
-    assert local is not None
-    failed = [peer for peer in range(ranks) if heard[peer, 0] == _FAILED]
-    if failed:
-        raise ExchangeError(
-            f"nothing was exchanged, because {', '.join(map(name, failed))} could not begin; see the error there"
-        )
-    wrong = _mismatch(local, heard, message_bytes, rank, ranks, name)
-    # Of two ranks that differ only the one that is to receive sees it; and the others would begin.
-    found = torch.tensor([wrong is not None], dtype=torch.int64)
-    try:
-        work = dist.all_reduce(found, dist.ReduceOp.MAX, group=group, async_op=True)
-        work.wait() if timeout is None else work.wait(timeout)
-    except RuntimeError as exc:
-        raise ExchangeError(f"rank {rank} could not compare plans with the other ranks: {exc}") from exc
-    if wrong is not None:
-        raise ExchangeError(f"nothing was exchanged: {wrong}. {SAME}")
-    if found.item():
-        raise ExchangeError(
-            f"nothing was exchanged: other ranks do not expect the same; see the errors there. {SAME}"
-        )
+    group: dist.ProcessGroup | None
+    rank: int
+    ranks: int
+    timeout: timedelta | None
+    name: Callable[[int], str]
 
+    def begin(self, local: Local | None, failure: Exception | None, settings: int, most_messages: int) -> int:
+        """Each tells each what it will send it, or that it cannot begin. The largest of all `most_messages`.
 
-def _mismatch(
-    local: Local, heard: Tensor, message_bytes: int, rank: int, ranks: int, name: Callable[[int], str]
-) -> str | None:
-    """What this rank was told by others and does not expect."""
-    for peer in range(ranks):
-        expected = (0, 0, 0)
-        if peer in local.received:
-            expected = _digest(local, local.received[peer], message_bytes)
-        if tuple(heard[peer, 1:].tolist()) != expected:
-            count, nbytes, _ = heard[peer, 1:].tolist()
-            return (
-                f"{name(peer)} would send {count} regions of {nbytes:,} bytes to {name(rank)}, which expects "
-                f"{expected[0]} of {expected[1]:,}"
+        Raises ExchangeError if others cannot begin, or if that is not what is expected. A failure of this rank is raised once the others
+        know. `settings` has to be the same everywhere.
+        """
+        told = torch.zeros(self.ranks, 5, dtype=torch.int64)
+        told[:, 0] = _READY if failure is None else _FAILED
+        told[:, 1] = settings
+        if local is not None:
+            for peer, rows in local.sent.items():
+                told[peer, 2:] = torch.tensor(_digest(local, rows))
+        heard = torch.empty_like(told)
+        self._all_to_all(heard, told, self.timeout)
+        self._raise_failures(heard[:, 0], failure, "nothing was exchanged, because {} could not begin")
+        assert local is not None
+        wrong = self._mismatch(local, heard[:, 1:], settings)
+        # Of two ranks that differ only the one that is to receive sees it; and the others would begin.
+        most = torch.tensor([wrong is not None, most_messages], dtype=torch.int64)
+        self._done(lambda: dist.all_reduce(most, dist.ReduceOp.MAX, self.group, async_op=True), self.timeout)
+        if wrong is not None:
+            raise ExchangeError(f"nothing was exchanged: {wrong}. {SAME}")
+        if most[0]:
+            raise ExchangeError(
+                f"nothing was exchanged: other ranks do not expect the same; see the errors there. {SAME}"
             )
-    return None
+        return int(most[1])
+
+    def end(self, failure: Exception | None, most_messages: int) -> None:
+        """All have come through, or all raise. The last may be so late as every one of its messages may.
+
+        Each hears from each. So one that is lost, or that has given up and closed its connections, is noticed by all at once.
+        """
+        told = torch.full((self.ranks,), _READY if failure is None else _FAILED, dtype=torch.int64)
+        heard = torch.empty_like(told)
+        timeout = None if self.timeout is None else self.timeout * (most_messages + 1)
+        try:
+            self._all_to_all(heard, told, timeout)
+            self._raise_failures(
+                heard, failure, "{} failed in the exchange, and targets may be partly written"
+            )
+        except ExchangeError:
+            if failure is not None:
+                raise failure from None
+            raise
+
+    def _raise_failures(self, heard: Tensor, failure: Exception | None, what: str) -> None:
+        failed = [peer for peer, status in enumerate(heard.tolist()) if status == _FAILED]
+        if not failed:
+            return
+        mine = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
+        if failure is not None:
+            told = f"{type(failure).__name__}: {failure}".encode()[:_TEXT_BYTES]
+            mine[: len(told)] = torch.tensor(list(told), dtype=torch.uint8)
+        every = [torch.empty_like(mine) for _ in range(self.ranks)]
+        self._done(lambda: dist.all_gather(every, mine, self.group, async_op=True), self.timeout)
+        if failure is not None:
+            raise failure
+        text = bytes(every[failed[0]].tolist()).rstrip(b"\0").decode(errors="replace")
+        raise ExchangeError(f"{what.format(', '.join(map(self.name, failed)))}: {text}")
+
+    def _all_to_all(self, heard: Tensor, told: Tensor, timeout: timedelta | None) -> None:
+        self._done(lambda: dist.all_to_all_single(heard, told, group=self.group, async_op=True), timeout)
+
+    def _done(self, begin: Callable[[], dist.Work | None], timeout: timedelta | None) -> None:
+        try:
+            work = begin()
+            assert work is not None
+            work.wait() if timeout is None else work.wait(timeout)
+        except RuntimeError as exc:
+            lost = ", ".join(map(self.name, self._unreachable())) or "one"
+            raise ExchangeError(
+                f"{self.name(self.rank)} could not come to an agreement with the other ranks, of which {lost} may be lost: {exc}"
+            ) from exc
+
+    def _unreachable(self) -> list[int]:
+        """Those to whom nothing can be sent any more. The group is of no more use to those who have to ask."""
+        found = []
+        for peer in range(self.ranks):
+            try:
+                if peer != self.rank:
+                    dist.isend(torch.zeros(1), group=self.group, group_dst=peer, tag=_PROBE_TAG)
+            except RuntimeError:
+                found.append(peer)
+        return found
+
+    def _mismatch(self, local: Local, heard: Tensor, settings: int) -> str | None:
+        """What this rank was told by others and does not expect."""
+        for peer, (theirs, *sent) in enumerate(heard.tolist()):
+            if theirs != settings:
+                return f"{self.name(peer)} and {self.name(self.rank)} were not given the same budget_bytes and same_host"
+            expected = [0, 0, 0] if peer not in local.received else [*_digest(local, local.received[peer])]
+            if sent != expected:
+                return (
+                    f"{self.name(peer)} would send {sent[0]} regions of {sent[1]:,} bytes to {self.name(self.rank)}, which expects "
+                    f"{expected[0]} of {expected[1]:,}"
+                )
+        return None
 
 
-def _digest(local: Local, rows: Ints, message_bytes: int) -> tuple[int, int, int]:
+def _digest(local: Local, rows: Ints) -> tuple[int, int, int]:
     """Number, bytes and checksum of regions that go from one rank to another."""
     plan = local.plan
     tensors = np.unique(plan.tensor[rows])
     labels = [zlib.crc32(f"{plan.names[t]} {plan.target[plan.names[t]].dtype}".encode()) for t in tensors]
     label = np.array(labels, dtype=np.int64)[np.searchsorted(tensors, plan.tensor[rows])]
-    table = np.column_stack([label, plan.offsets[rows], plan.sizes[rows]])
-    return len(rows), int(plan.nbytes[rows].sum()), zlib.crc32(table.tobytes(), message_bytes & 0xFFFFFFFF)
+    checksum = 0
+    for column in (label, *plan.offsets[rows].T, *plan.sizes[rows].T):
+        checksum = zlib.crc32(column.tobytes(), checksum)
+    return len(rows), int(plan.nbytes[rows].sum()), checksum

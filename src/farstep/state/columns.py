@@ -9,8 +9,9 @@ from typing import Protocol
 
 import numpy as np
 
+from farstep.errors import LayoutError
+from farstep.state.arrays import Boxes, Ints, spans
 from farstep.state.box import Box
-from farstep.state.sweep import Boxes, Ints, spans
 
 __all__ = ["ALL", "Columns", "SpreadColumns"]
 
@@ -35,6 +36,11 @@ class Columns:
 
     def __init__(self, spreads: Sequence[SpreadColumns]) -> None:
         self.shapes = [spread.shape for spread in spreads]
+        self._numels = [math.prod(shape) for shape in self.shapes]
+        if sum(self._numels) >= 1 << 63:
+            raise LayoutError(
+                f"the {len(self.shapes)} tensors have {sum(self._numels):,} elements together, and a layout at most 2**63 - 1: make several of it"
+            )
         self.depth = max((len(shape) for shape in self.shapes), default=0)
         self.sides = np.ones((self.depth, len(spreads)), dtype=np.int64)
         counts = np.array([len(spread.ranks) for spread in spreads], dtype=np.int64)
@@ -42,19 +48,28 @@ class Columns:
         self.tensor = np.repeat(np.arange(len(spreads), dtype=np.int64), counts)
         self.start = np.zeros((self.depth, len(self.rank)), dtype=np.int64)
         self.stop = np.empty_like(self.start)
-        at = 0
-        for i, spread in enumerate(spreads):
-            end, dims = at + len(spread.ranks), len(spread.shape)
-            self.sides[:dims, i] = spread.shape
-            self.start[:dims, at:end] = spread.offsets.T
-            np.add(spread.offsets.T, spread.sizes.T, out=self.stop[:dims, at:end])
-            self.stop[dims:, at:end] = 1
-            at = end
+        depths = np.array([len(shape) for shape in self.shapes], dtype=np.int64)
+        for dims in np.unique(depths).tolist():
+            # A tensor without elements has empty boxes only, so its sides, which may be of any size, are of no use.
+            full = [i for i, shape in enumerate(self.shapes) if len(shape) == dims and self._numels[i]]
+            self.sides[:dims, full] = (
+                np.array([self.shapes[i] for i in full], dtype=np.int64).reshape(len(full), dims).T
+            )
+            alike = [spread for spread in spreads if len(spread.shape) == dims]
+            rows: Ints | slice = (
+                ALL if len(alike) == len(spreads) else np.flatnonzero(depths[self.tensor] == dims)
+            )
+            offsets, sizes = (
+                np.concatenate([getattr(each, what) for each in alike]) for what in ("offsets", "sizes")
+            )
+            self.start[:dims, rows] = offsets.T
+            self.stop[:dims, rows] = (offsets + sizes).T
+            self.stop[dims:, rows] = 1
         self._all_ranks, self._all_tensors = self.rank, self.tensor
         self._kept: Ints | None = None
-        full = (self.start < self.stop).all(axis=0)
-        if not full.all():
-            self._kept = np.flatnonzero(full)
+        some = (self.start < self.stop).all(axis=0)
+        if not some.all():
+            self._kept = np.flatnonzero(some)
             self.rank, self.tensor = self.rank[self._kept], self.tensor[self._kept]
             self.start, self.stop = self.start[:, self._kept], self.stop[:, self._kept]
 
@@ -81,7 +96,7 @@ class Columns:
 
     def key(self, rows: Ints | slice) -> Ints:
         """Where a box's first element is, with all tensors one after the other. Boxes that do not overlap differ in it."""
-        numels = np.array([math.prod(shape) for shape in self.shapes], dtype=np.int64)
+        numels = np.array(self._numels, dtype=np.int64)
         tensor = self.tensor[rows]
         key: Ints = (np.cumsum(numels) - numels)[tensor]
         stride = np.ones(len(self.shapes), dtype=np.int64)

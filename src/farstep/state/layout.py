@@ -8,15 +8,20 @@ from functools import cached_property, lru_cache
 from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from farstep.errors import LayoutError
+from farstep.state.arrays import Ints, grouped, total
 from farstep.state.box import Box
 from farstep.state.columns import Columns
 from farstep.state.replicas import Replicas, check_overlaps
-from farstep.state.sweep import Ints
 
 __all__ = ["Layout", "Spread"]
+
+_MOST = (1 << 63) - 1
+_RANKS = 1 << 31
+_FEW = 16  # below this numpy takes longer than Python
 
 
 class Spread:
@@ -33,9 +38,9 @@ class Spread:
     ) -> None:
         self.shape = tuple(shape)
         self.dtype = dtype
-        self.ranks = ranks
-        self.offsets = offsets
-        self.sizes = sizes
+        self.ranks = _int64(ranks)
+        self.offsets = _int64(offsets)
+        self.sizes = _int64(sizes)
         self._check()
 
     @classmethod
@@ -51,24 +56,29 @@ class Spread:
         return cls(
             shape,
             dtype,
-            np.array([rank for rank, _ in rows], dtype=np.int64),
-            np.array([box.offsets for _, box in rows], dtype=np.int64).reshape(columns),
-            np.array([box.sizes for _, box in rows], dtype=np.int64).reshape(columns),
+            _int64([rank for rank, _ in rows]),
+            _int64([box.offsets for _, box in rows]).reshape(columns),
+            _int64([box.sizes for _, box in rows]).reshape(columns),
         )
 
-    @classmethod
-    def whole(cls, shape: Sequence[int], dtype: torch.dtype, ranks: Iterable[int]) -> Self:
-        """All of it on each of these ranks. Tensors of one shape have one, as it is not to be changed."""
-        found: Self = _whole(cls, tuple(shape), dtype, tuple(ranks))  # type: ignore[arg-type]
-        return found
+    @staticmethod
+    def whole(shape: Sequence[int], dtype: torch.dtype, ranks: Iterable[int]) -> Spread:
+        """All of it on each of these ranks."""
+        return _whole(tuple(shape), dtype, tuple(ranks))
 
     def boxes(self, rank: int) -> list[Box]:
         """What a rank holds of it."""
-        (at,) = np.nonzero(self.ranks == rank)
+        at = self.rows(rank)
         return [
             Box(tuple(o), tuple(n))
             for o, n in zip(self.offsets[at].tolist(), self.sizes[at].tolist(), strict=True)
         ]
+
+    def rows(self, rank: int) -> Ints | list[int]:
+        """Which of the boxes are a rank's, in their order."""
+        if len(self.ranks) > _FEW:
+            return np.flatnonzero(self.ranks == rank)
+        return [row for row, holder in enumerate(self.ranks.tolist()) if holder == rank]
 
     @property
     def numel(self) -> int:
@@ -80,20 +90,24 @@ class Spread:
         return self.numel * self.dtype.itemsize
 
     def bytes_on(self, rank: int) -> int:
-        return int(self.sizes[self.ranks == rank].prod(axis=1).sum()) * self.dtype.itemsize
+        return total(self.sizes[self.ranks == rank].prod(axis=1)) * self.dtype.itemsize
 
     def _check(self) -> None:
         dims, rows = len(self.shape), len(self.ranks)
+        if self.shape and min(self.shape) < 0:
+            raise LayoutError(f"no tensor has the shape {self.shape}")
+        if self.nbytes > _MOST or (self.shape and max(self.shape) > _MOST):
+            raise LayoutError(
+                f"a tensor of shape {self.shape} and {self.dtype} has more than 2**63 - 1 bytes"
+            )
         if self.offsets.shape != (rows, dims) or self.sizes.shape != (rows, dims):
             raise LayoutError(
                 f"{rows} boxes of a tensor of shape {self.shape} have offsets and sizes of shape {(rows, dims)}, "
                 f"not {self.offsets.shape} and {self.sizes.shape}"
             )
-        bad = (
-            (self.offsets < 0)
-            | (self.sizes < 0)
-            | (self.offsets + self.sizes > np.array(self.shape, dtype=np.int64))
-        )
+        if not rows:
+            return
+        bad = (self.offsets < 0) | (self.sizes < 0) | (self.offsets > self.shape - self.sizes)
         if bad.any():
             row = int(np.flatnonzero(bad.any(axis=1))[0])
             offsets, sizes = self.offsets[row].tolist(), self.sizes[row].tolist()
@@ -101,8 +115,9 @@ class Spread:
             raise LayoutError(
                 f"the box [{box}] of rank {self.ranks[row]} is not within a tensor of shape {self.shape}"
             )
-        if rows and int(self.ranks.min()) < 0:
-            raise LayoutError(f"no rank is {int(self.ranks.min())}")
+        for rank in (int(self.ranks.min()), int(self.ranks.max())):
+            if not 0 <= rank < _RANKS:
+                raise LayoutError(f"no rank is {rank}: ranks are from 0 to {_RANKS - 1}")
 
     def __eq__(self, other: object) -> bool:
         """The same boxes on the same ranks, in the same order on each."""
@@ -141,9 +156,11 @@ class Spread:
         return f"<{what}: {each or 'on no rank'}>"
 
 
-@lru_cache(maxsize=4096)
-def _whole(kind: type[Any], shape: tuple[int, ...], dtype: torch.dtype, ranks: tuple[int, ...]) -> Any:
-    return kind.of(shape, dtype, {rank: [Box.whole(shape)] for rank in ranks})
+@lru_cache(maxsize=256)
+def _whole(shape: tuple[int, ...], dtype: torch.dtype, ranks: tuple[int, ...]) -> Spread:
+    """Models have many tensors of a few shapes."""
+    box = Box.whole(shape)
+    return Spread.of(shape, dtype, {rank: [box] for rank in ranks})
 
 
 class Layout(Mapping[str, Spread]):
@@ -201,9 +218,7 @@ class Layout(Mapping[str, Spread]):
             return {}
         itemsize = np.array([spread.dtype.itemsize for spread in self.values()], dtype=np.int64)
         columns = self.columns
-        sizes = np.zeros(int(columns.rank.max()) + 1, dtype=np.int64)
-        np.add.at(sizes, columns.rank, columns.numel() * itemsize[columns.tensor])
-        return {int(rank): int(sizes[rank]) for rank in np.unique(columns.rank)}
+        return grouped(columns.rank, columns.numel() * itemsize[columns.tensor])
 
     def check(self) -> None:
         """Raise LayoutError if two boxes of one tensor overlap and are not the same."""
@@ -242,3 +257,17 @@ class Layout(Mapping[str, Spread]):
         lines = [f"{name}: {spread!r}" for name, spread in list(self.items())[:20]]
         more = [f"and {len(self) - 20} more"] if len(self) > 20 else []
         return "\n".join([repr(self), *lines, *more])
+
+
+def _int64(column: npt.ArrayLike) -> Ints:
+    """As a column. Raises LayoutError for what is no whole number, or too large to be one."""
+    if isinstance(column, np.ndarray) and column.dtype == np.int64:
+        return column
+    found = np.asarray(column)
+    if not found.size:
+        return found.astype(np.int64)
+    if found.dtype.kind not in "iu" or int(found.max()) > _MOST:
+        raise LayoutError(
+            f"ranks, offsets and sizes of boxes are whole numbers below 2**63, not {found.dtype} such as {found.flat[0]} and {found.max()}"
+        )
+    return found.astype(np.int64)

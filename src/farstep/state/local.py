@@ -5,21 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from farstep.errors import LayoutError, StateError
+from farstep.state.arrays import Ints, total
 from farstep.state.box import Box
 from farstep.state.layout import Layout
+from farstep.state.memory import sharing
+from farstep.state.messages import Copies
 from farstep.state.plans import Plan
 from farstep.state.shards import check_tensors
-from farstep.state.sweep import Ints
 
 __all__ = ["Local"]
 
+_AT_ONCE = 1024
+"""So many rows are made Python's at a time, which need more memory then."""
+
 
 class Local:
-    """What this rank sends to whom, receives from whom and keeps, as rows of its plan; and the memory of each box."""
+    """What this rank sends to whom, receives from whom and keeps, as rows of its plan; and the memory of each copy."""
 
     def __init__(
         self,
@@ -29,7 +33,7 @@ class Local:
         source: Mapping[str, Sequence[Tensor]],
         target: Mapping[str, Sequence[Tensor]],
     ) -> None:
-        """Raises StateError if the tensors are not those of the layouts, or a target shares memory with a source."""
+        """Raises StateError if the tensors are not those of the layouts, or a target shares memory with a source or another target."""
         for column in (plan.source_rank, plan.target_rank):
             if len(column) and int(column.max()) >= ranks:
                 raise LayoutError(
@@ -40,113 +44,126 @@ class Local:
         self.kept = np.flatnonzero(gives & takes)
         self.sent = _by_peer(np.flatnonzero(gives & ~takes), plan.target_rank)
         self.received = _by_peer(np.flatnonzero(takes & ~gives), plan.source_rank)
-        self.bytes_total = int(plan.nbytes.sum())
-        self.bytes_kept = int(plan.nbytes[self.kept].sum())
-        self._source = _Held(plan.source, rank, source, plan, gives)
-        self._target = _Held(plan.target, rank, target, plan, takes)
-        if self._shared() is not None:
-            self.kept = np.array([row for row in self.kept.tolist() if not self._stays(row)], dtype=np.int64)
-            self._check_memory()
+        self.bytes_total = total(plan.nbytes)
+        self.bytes_kept = total(plan.nbytes[self.kept])
+        self.source = _Side(plan, plan.source, rank, source, np.flatnonzero(gives), plan.source_box, False)
+        self.target = _Side(plan, plan.target, rank, target, np.flatnonzero(takes), plan.target_box, True)
+        self._itemsize = np.array([each.dtype.itemsize for each in plan.target.values()], dtype=np.int64)
+        self._check_memory()
 
-    def copies(self, rows: Ints, sending: bool) -> Iterator[tuple[str, int, Box, int]]:
-        """Name, number of the local tensor, box and itemsize of each."""
+    def copies(self, rows: Ints) -> Copies:
+        """These, as messages are made of them."""
         plan = self.plan
-        numbers = plan.source_box if sending else plan.target_box
-        layout, names = plan.target, plan.names
-        columns = (plan.tensor[rows], numbers[rows], plan.offsets[rows], plan.sizes[rows])
-        for tensor, number, offsets, sizes in zip(*(column.tolist() for column in columns), strict=True):
-            spread = layout[names[tensor]]
-            dims = len(spread.shape)
-            yield (
-                names[tensor],
-                number,
-                Box(tuple(offsets[:dims]), tuple(sizes[:dims])),
-                spread.dtype.itemsize,
-            )
-
-    def source(self, name: str, number: int, box: Box) -> Tensor:
-        """The memory of a box that this rank gives."""
-        return self._source.view(name, number, box)
-
-    def target(self, name: str, number: int, box: Box) -> Tensor:
-        """The memory of a box that this rank takes."""
-        return self._target.view(name, number, box)
-
-    def _stays(self, row: int) -> bool:
-        """Whether source and target of a copy are the same memory, which then has nothing to do."""
-        copy = self.plan[row]
-        here = self.source(copy.name, copy.source_box, copy.box)
-        there = self.target(copy.name, copy.target_box, copy.box)
-        if (
-            here.data_ptr() != there.data_ptr()
-            or here.stride() != there.stride()
-            or here.device != there.device
-        ):
-            return False
-        whole = self._target.tensors[copy.name, copy.target_box]
-        if whole.shape == there.shape:  # all of it is in place, so nothing is written into it
-            del self._target.tensors[copy.name, copy.target_box]
-        return True
+        return Copies(rows, plan.nbytes[rows], plan.sizes[rows], self._itemsize[plan.tensor[rows]])
 
     def _check_memory(self) -> None:
-        """Nothing may be written where something is still to be read."""
-        shared = self._shared()
-        if shared is not None:
+        """Nothing may be written where something is still to be read, or something else is written. What is in place is not written."""
+        read, written = list(self.source.held()), list(self.target.held())
+        found = list(sharing([t for _, t in written], [t for _, t in read]))
+        if not found:
+            return
+        in_place = self._leave_in_place()
+        for one, another, source in found:
+            if written[one][0] in in_place or (another is not None and written[another][0] in in_place):
+                continue
+            target = self.target.name(*written[one][0])
+            if another is not None:
+                raise StateError(
+                    f"the targets {target} and {self.target.name(*written[another][0])} share memory, so they cannot both be filled. "
+                    "Give each its own, or only one of them"
+                )
+            assert source is not None
             raise StateError(
-                f"the target {shared[1]} shares memory with the source {shared[0]}, and may be written before that is read. "
-                "Copy one of them first"
+                f"the target {target} shares memory with the source {self.source.name(*read[source][0])}, and may be written before that "
+                "is read. Copy one of them first"
             )
 
-    def _shared(self) -> tuple[str, str] | None:
-        """A source and a target, if there are any, of which one begins before the other ends."""
-        ends: list[tuple[int, str] | None] = [None, None]
-        for begin, end, side, what in sorted([*self._source.spans(0), *self._target.spans(1)]):
-            other, mine = ends[1 - side], ends[side]
-            if other is not None and begin < other[0]:
-                return (other[1], what) if side else (what, other[1])
-            if mine is None or end > mine[0]:
-                ends[side] = end, what
-        return None
+    def _leave_in_place(self) -> set[tuple[int, int]]:
+        """Take out the copies whose source and target are the same memory. The targets of which nothing else is written."""
+        stays = np.zeros(len(self.kept), dtype=np.bool_)
+        pairs = zip(self.source.views(self.kept), self.target.views(self.kept), strict=True)
+        for at, (here, there) in enumerate(pairs):
+            stays[at] = _same(here, there)
+        rows, self.kept = self.kept[stays], self.kept[~stays]
+        left: dict[tuple[int, int], int] = {key: tensor.nbytes for key, tensor in self.target.held()}
+        keys = zip(self.plan.tensor[rows].tolist(), self.plan.target_box[rows].tolist(), strict=True)
+        for key, nbytes in zip(keys, self.plan.nbytes[rows].tolist(), strict=True):
+            left[key] -= nbytes
+        return {key for key, nbytes in left.items() if not nbytes}
 
 
-class _Held:
-    """The tensors of one side that the plan is about, by name and number."""
+class _Side:
+    """The tensors that the rank gives, or those that it takes into."""
 
     def __init__(
         self,
+        plan: Plan,
         layout: Layout,
         rank: int,
         given: Mapping[str, Sequence[Tensor]],
-        plan: Plan,
-        which: npt.NDArray[np.bool_],
+        rows: Ints,
+        numbers: Ints,
+        written: bool,
     ) -> None:
-        self.tensors: dict[tuple[str, int], Tensor] = {}
-        self._boxes: dict[tuple[str, int], Box] = {}
-        for index in np.unique(plan.tensor[which]).tolist():
+        self._plan, self._layout, self._rank = plan, layout, rank
+        self._numbers = numbers
+        self._tensors: dict[int, Sequence[Tensor]] = {}
+        """By the tensor's place among the names."""
+        for index in np.unique(plan.tensor[rows]).tolist():
             name = plan.names[index]
             if name not in given:
                 raise LayoutError(f"rank {rank} was given no tensors of {name!r}, and has boxes of it")
-            boxes = check_tensors(name, layout[name], rank, given[name])
-            for number, box in enumerate(boxes):
-                self.tensors[name, number] = given[name][number].detach()
-                self._boxes[name, number] = box
+            check_tensors(name, layout[name], rank, given[name], written)
+            self._tensors[index] = given[name]
+        self._at = np.zeros_like(plan.offsets)
+        """Where each copy begins in its local tensor."""
+        columns = layout.columns
+        mine = np.flatnonzero(columns.rank == rank)
+        own = columns.number(mine)
+        most = int(own.max(initial=0)) + 1
+        boxes = mine[
+            np.searchsorted(columns.tensor[mine] * most + own, plan.tensor[rows] * most + numbers[rows])
+        ]
+        self._at[rows] = plan.offsets[rows] - columns.start[:, boxes].T
 
-    def view(self, name: str, number: int, box: Box) -> Tensor:
-        tensor, held = self.tensors[name, number], self._boxes[name, number]
-        return tensor if box == held else tensor[box.within(held).slices]
+    def held(self) -> Iterator[tuple[tuple[int, int], Tensor]]:
+        """The tensors, by the tensor's place among the names and their number."""
+        for index, tensors in self._tensors.items():
+            for number, tensor in enumerate(tensors):
+                yield (index, number), tensor
 
-    def spans(self, side: int) -> Iterator[tuple[int, int, int, str]]:
-        """Where in memory each begins and ends. Only addresses of one device tell anything, but those of others seldom clash."""
-        for (name, number), tensor in self.tensors.items():
-            if tensor.numel():
-                last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-                begin = tensor.data_ptr()
-                yield (
-                    begin,
-                    begin + (last + 1) * tensor.itemsize,
-                    side,
-                    f"{name!r} {self._boxes[name, number]}",
-                )
+    def name(self, index: int, number: int) -> str:
+        name = self._plan.names[index]
+        return f"{name!r} {self._layout[name].boxes(self._rank)[number]}"
+
+    def view(self, row: int, part: Box | None) -> Tensor:
+        """The memory of a copy, or of a box within it."""
+        (view,) = self.views(np.array([row]))
+        return view if part is None else view[part.slices[: view.dim()]]
+
+    def views(self, rows: Ints) -> Iterator[Tensor]:
+        """The memory of each of these copies."""
+        plan, tensors = self._plan, self._tensors
+        for first in range(0, len(rows), _AT_ONCE):
+            some = rows[first : first + _AT_ONCE]
+            columns = (plan.tensor[some], self._numbers[some], self._at[some], plan.sizes[some])
+            for index, number, at, sizes in zip(*(column.tolist() for column in columns), strict=True):
+                view = tensors[index][number]
+                for d, n in enumerate(view.shape):
+                    if n != sizes[d]:
+                        view = view.narrow(d, at[d], sizes[d])
+                yield view
+
+
+def _same(here: Tensor, there: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype are the same elements with the same values."""
+    return (
+        here.data_ptr() == there.data_ptr()
+        and here.stride() == there.stride()
+        and here.device == there.device
+        and here.is_conj() == there.is_conj()
+        and here.is_neg() == there.is_neg()
+    )
 
 
 def _by_peer(rows: Ints, peers: Ints) -> dict[int, Ints]:

@@ -1,62 +1,77 @@
 """How the copies of a plan become messages between two ranks, and the bounded memory in which they are packed.
 
 Both ranks divide the same copies by the same rules, from the plan alone, so nothing about it has to be sent. A large region is a message
-by itself, or several, which can go from the giver's memory straight into the taker's where both are contiguous; small ones are packed.
+by itself, or several, which can go from the giver's memory straight into the taker's where both are contiguous; small ones are packed. Messages
+are made when their turn comes, and a packed one is only a range of rows, so that millions of small regions need no more than their columns.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TypeVar
 
+import numpy as np
 import torch
 
+from farstep.state.arrays import Ints, total
 from farstep.state.box import Box
 
-__all__ = ["Arena", "Message", "Piece", "aligned", "messages", "pieces"]
+__all__ = ["Arena", "Copies", "Message", "aligned", "messages", "pieces", "places"]
 
 ALIGNMENT = 16  # of a region in a packed message: no dtype needs more
 PACKED_BYTES = 64 << 10  # below this a copy costs less than a message
-
-
-class Piece(NamedTuple):
-    """A part of a copy: `box` of the tensor `name`, in the local tensor of that number. `at` is its place in the message."""
-
-    name: str
-    number: int
-    box: Box
-    at: int
+_N = TypeVar("_N", int, Ints)
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    pieces: list[Piece]
+    """Copies, as rows of a plan, or a `part` of one: a box within that copy. `payload_bytes` is without the gaps between regions."""
+
+    rows: Ints
+    part: Box | None
     nbytes: int
+    payload_bytes: int
 
 
-def messages(copies: Iterable[tuple[str, int, Box, int]], limit_bytes: int) -> Iterator[Message]:
-    """Copies, each as name, number of the local tensor, box and itemsize, as messages of at most `limit_bytes`.
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Those of a plan that go from one rank to another: rows, and for each its bytes, sizes, and the bytes of an element."""
 
-    Small ones wait for others to be packed with while large ones go ahead.
-    """
-    packed: list[Piece] = []
-    end = 0
-    for name, number, box, itemsize in copies:
-        nbytes = box.numel * itemsize
-        if nbytes > PACKED_BYTES or nbytes > limit_bytes:
-            for part in pieces(box, itemsize, limit_bytes):
-                yield Message([Piece(name, number, part, 0)], part.numel * itemsize)
+    rows: Ints
+    nbytes: Ints
+    sizes: Ints
+    itemsize: Ints
+
+
+def messages(copies: Copies, limit_bytes: int) -> Iterator[Message]:
+    """As messages of at most `limit_bytes`: large ones first, alone or in parts, then the small ones together."""
+    room = limit_bytes - limit_bytes % ALIGNMENT
+    is_large = copies.nbytes > min(PACKED_BYTES, room)
+    for at in np.flatnonzero(is_large).tolist():
+        row, nbytes, itemsize = copies.rows[at : at + 1], int(copies.nbytes[at]), int(copies.itemsize[at])
+        if nbytes <= limit_bytes:
+            yield Message(row, None, nbytes, nbytes)
             continue
-        at = aligned(end)
-        if packed and at + nbytes > limit_bytes:
-            yield Message(packed, end)
-            packed, at = [], 0
-        packed.append(Piece(name, number, box, at))
-        end = at + nbytes
-    if packed:
-        yield Message(packed, end)
+        for part in pieces(Box.whole(copies.sizes[at].tolist()), itemsize, limit_bytes):
+            yield Message(row, part, part.numel * itemsize, part.numel * itemsize)
+    rows, small = copies.rows[~is_large], copies.nbytes[~is_large]
+    ends = np.cumsum(aligned(small))
+    first, begin = 0, 0
+    while first < len(rows):
+        last = int(np.searchsorted(ends, begin + room, side="right"))
+        end, gap = int(ends[last - 1]), int(-small[last - 1] % ALIGNMENT)
+        yield Message(rows[first:last], None, end - gap - begin, total(small[first:last]))
+        first, begin = last, end
+
+
+def places(nbytes: Sequence[int]) -> Iterator[int]:
+    """Where each region of a packed message begins."""
+    at = 0
+    for each in nbytes:
+        yield at
+        at += aligned(each)
 
 
 def pieces(box: Box, itemsize: int, limit_bytes: int) -> Iterator[Box]:
@@ -87,7 +102,7 @@ def _rows(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[tuple[in
             yield first, *rest
 
 
-def aligned(nbytes: int) -> int:
+def aligned(nbytes: _N) -> _N:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 

@@ -61,7 +61,7 @@ class Number:
     def of(cls, value: Any) -> Number:
         if not isinstance(value, Tensor):
             return cls(value)
-        local = value.to_local() if hasattr(value, "to_local") else value
+        local = value if type(value) is Tensor else value.to_local() if hasattr(value, "to_local") else value
         return cls(local.item(), value.dtype)
 
     def __eq__(self, other: object) -> bool:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from farstep.errors import StateMismatch
+from farstep.errors import FarstepError, StateError, StateMismatch
 from farstep.state.adapters import shards_of
 from farstep.state.adapters.ranks import Group, own_rank, size_of
 from farstep.state.box import Box
@@ -81,6 +81,8 @@ class _Mine:
     state: dict[str, dict[str, _Described]] = field(default_factory=dict)
     groups: list[dict[str, Any]] | None = None
     tensors: dict[str, list[Tensor]] = field(default_factory=dict)
+    is_silent: bool = False
+    """Whether it was given no part at all."""
 
 
 def given_to(
@@ -90,10 +92,13 @@ def given_to(
     error: Exception | None,
     group: Group,
     doing: str,
+    *,
+    kind: type[FarstepError] = StateError,
 ) -> Given:
     """All ranks call it. Raises StateMismatch, which names parameter, state and ranks, where what they were given does not go together.
 
-    `error` is what keeps this rank from going on.
+    `error` is what keeps this rank from going on; if it is not this one, others raise a `kind`. A rank that was given an empty list has nothing, which
+    is no mistake as long as others have everything.
     """
     mine = _Mine()
     if error is None and (own_rank(group) == 0 or not broadcast_from_rank0):
@@ -103,15 +108,22 @@ def given_to(
             error = exc
     told = mine.state, mine.groups
     if broadcast_from_rank0 and size_of(group) > 1:
-        agree(error, group, doing)
+        agree(error, group, doing, kind=kind)
         box: list[Any] = [told]
         dist.broadcast_object_list(box, group=group, group_src=0)
         return Given(_merged([box[0][0]]), box[0][1], mine.tensors)
-    every = everyones(told, error, group, doing)
+    every = everyones((*told, mine.is_silent), error, group, doing, kind=kind)
     if every is None:
+        if mine.is_silent:
+            raise _no_state()
         return Given(_merged([mine.state] * size_of(group)), mine.groups, mine.tensors)
-    _check_groups([groups for _, groups in every])
-    return Given(_merged([each for each, _ in every]), mine.groups, mine.tensors)
+    heard = {rank: each for rank, (*each, is_silent) in enumerate(every) if not is_silent}
+    groups = _the_groups({rank: each for rank, (_, each) in heard.items()})
+    return Given(
+        _merged([heard[rank][0] if rank in heard else None for rank in range(len(every))]),
+        groups,
+        mine.tensors,
+    )
 
 
 def given_alone(state: Any, translate: Callable[[str], str], group: Group) -> Given:
@@ -125,7 +137,7 @@ def given_alone(state: Any, translate: Callable[[str], str], group: Group) -> Gi
 
 def _understood(given: Any, translate: Callable[[str], str], group: Group) -> _Mine:
     rank = own_rank(group)
-    mine = _Mine()
+    mine = _Mine(is_silent=isinstance(given, list) and not given)
     for each in _parts(given):
         state = each["state"]
         if any(not isinstance(name, str) for name in state):
@@ -161,9 +173,13 @@ def _understood(given: Any, translate: Callable[[str], str], group: Group) -> _M
 def _parts(given: Any) -> list[Mapping[str, Any]]:
     """One state dict, or those that several ranks had saved."""
     parts = [given] if isinstance(given, Mapping) else given
-    if isinstance(parts, Sequence) and parts and all(isinstance(p, Mapping) and "state" in p for p in parts):
+    if isinstance(parts, Sequence) and all(isinstance(p, Mapping) and "state" in p for p in parts):
         return list(parts)
-    raise StateMismatch(
+    raise _no_state()
+
+
+def _no_state() -> StateMismatch:
+    return StateMismatch(
         'this is no state by the names of parameters, {"state": ..., "param_groups": ...}; nothing has been loaded. Where only the first rank '
         "has one, all say broadcast_from_rank0=True"
     )
@@ -239,31 +255,34 @@ def cleaned(name: str, known: Callable[[str], bool]) -> str:
 # -- of all ranks -----------------------------------------------------------------------------------------
 
 
-def _merged(every: Sequence[Mapping[str, Mapping[str, _Described]]]) -> dict[str, dict[str, Entry]]:
+def _merged(every: Sequence[Mapping[str, Mapping[str, _Described]] | None]) -> dict[str, dict[str, Entry]]:
+    """`every` rank's; None of one that was given nothing."""
     found: dict[str, dict[str, Entry]] = {}
-    if len(every) > 1 and all(each is every[0] for each in every):
+    first = every[0]
+    if len(every) > 1 and first is not None and all(each is first for each in every):
         spreads: dict[_Part, Spread] = {}
-        for name, state in every[0].items():
+        for name, state in first.items():
             found[name] = {key: _joined([entry] * len(every), spreads) for key, entry in state.items()}
         return found
-    for name in union(every):
-        for key in union(each.get(name, ()) for each in every):
-            said = [each.get(name, {}).get(key) for each in every]
-            found.setdefault(name, {})[key] = _compared(name, key, said)
+    heard = [each for each in every if each is not None]
+    silent = {rank for rank, each in enumerate(every) if each is None}
+    for name in union(heard):
+        for key in union(each.get(name, ()) for each in heard):
+            said = [None if each is None else each.get(name, {}).get(key) for each in every]
+            _compare(name, key, said, silent)
+            found.setdefault(name, {})[key] = _joined(said, {})
         found.setdefault(name, {})
     return found
 
 
-def _compared(name: str, key: str, said: Sequence[_Described | None]) -> Entry:
+def _compare(name: str, key: str, said: Sequence[_Described | None], silent: set[int]) -> None:
     here = [entry for entry in said if entry is not None]
-    if any(isinstance(e, _Part) and e.is_whole for e in here) or isinstance(here[0], Number):
-        here = list(said)  # type: ignore[arg-type]
+    is_everyones = any(isinstance(e, _Part) and e.is_whole for e in here) or isinstance(here[0], Number)
     by_entry: dict[Any, list[int]] = {}
     for rank, entry in enumerate(said):
-        if entry is not None or len(here) == len(said):
+        if rank not in silent and (entry is not None or is_everyones):
             by_entry.setdefault(entry, []).append(rank)
     _check_alike(name, key, by_entry)
-    return _joined(said, {})
 
 
 def _joined(said: Sequence[_Described | None], spreads: dict[_Part, Spread]) -> Entry:
@@ -297,18 +316,20 @@ def _check_alike(name: str, key: str, by_entry: Mapping[Any, list[int]]) -> None
         )
 
 
-def _check_groups(every: Sequence[Sequence[Mapping[str, Any]] | None]) -> None:
-    first = every[0]
-    for rank, groups in enumerate(every):
+def _the_groups(every: Mapping[int, Sequence[Mapping[str, Any]] | None]) -> list[dict[str, Any]] | None:
+    """Those that the ranks were given, which are to be the same."""
+    first_rank, first = next(iter(every.items()))
+    for rank, groups in every.items():
         if (groups is None) != (first is None) or len(groups or ()) != len(first or ()):
             raise StateMismatch(
-                f"the ranks were given different states: rank {rank} has {len(groups or ())} parameter groups and rank 0 has "
+                f"the ranks were given different states: rank {rank} has {len(groups or ())} parameter groups and rank {first_rank} has "
                 f"{len(first or ())}; nothing has been loaded"
             )
         for number, (ours, theirs) in enumerate(zip(first or (), groups or (), strict=True)):
             for key in union([ours, theirs]):
                 if key not in ours or key not in theirs or unlike(ours[key], theirs[key]):
                     raise StateMismatch(
-                        f"the ranks were given different states: {key!r} of group {number} differs between rank 0 and rank {rank}; nothing "
+                        f"the ranks were given different states: {key!r} of group {number} differs between rank {first_rank} and rank {rank}; nothing "
                         f"has been loaded"
                     )
+    return None if first is None else [dict(group) for group in first]

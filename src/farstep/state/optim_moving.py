@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from farstep.errors import LayoutError, StateError
+from farstep.errors import FarstepError, LayoutError, StateError
 from farstep.state.adapters.ranks import Group, own_rank
 from farstep.state.council import agree, mark_of
 from farstep.state.exchange import BUDGET_BYTES, Progress, exchange
@@ -39,8 +39,10 @@ def move(
     options: Options,
     profile: Profile,
     doing: str,
+    *,
+    kind: type[FarstepError] = StateError,
 ) -> None:
-    """Fill the targets. If one rank cannot, or has an error already, all raise, and nothing has been sent."""
+    """Fill the targets. If one rank cannot, or has an error already, all raise, others a `kind`, and nothing has been sent."""
     part, mark = None, b""
     with profile.phase("plan"):
         if error is None:
@@ -50,8 +52,8 @@ def move(
                 mark = _mark(source, target)
             except LayoutError as exc:
                 error = exc
-        if not agree(error, options.group, doing, mark_of(mark)):
-            raise StateError(f"{doing} did not come about: the ranks do not see the same model and optimizer")
+        if not agree(error, options.group, doing, mark_of(mark), kind=kind):
+            raise kind(f"{doing} did not come about: the ranks do not see the same model and optimizer")
     assert part is not None
     profile.add("gather", part.bytes_moved)
     profile.add("copy", part.bytes_kept)
@@ -63,7 +65,6 @@ def move(
             options.group,
             budget_bytes=options.budget_bytes,
             progress=options.progress,
-            check=False,  # that has been done, for all ranks together
         )
 
 

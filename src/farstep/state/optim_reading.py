@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from farstep.errors import FarstepError, StateError
 from farstep.state.adapters import local_tensors
 from farstep.state.adapters.ranks import size_of
 from farstep.state.layout import Spread
@@ -20,7 +21,7 @@ from farstep.state.optim_seats import Seat
 from farstep.state.room import Room, aligned
 from farstep.state.shards import Shards
 
-__all__ = ["plain_of", "read"]
+__all__ = ["plain_of", "read", "read_roster"]
 
 
 def read(
@@ -33,7 +34,31 @@ def read(
             roster = roster_of(model, optim, options.group)
         except Exception as exc:
             error = exc
-        schema = schema_of(roster, error, options.group)
+    return read_roster(
+        roster,
+        error,
+        full=full,
+        rank0_only=rank0_only,
+        cpu_offload=cpu_offload,
+        options=options,
+        profile=profile,
+    )
+
+
+def read_roster(
+    roster: Roster | None,
+    error: Exception | None,
+    *,
+    full: bool,
+    rank0_only: bool,
+    cpu_offload: bool,
+    options: Options,
+    profile: Profile,
+    kind: type[FarstepError] = StateError,
+) -> dict[str, Any]:
+    """The same of parameters that are seated already, unless an error has kept this rank from that: then all raise, others a `kind`."""
+    with profile.phase("plan"):
+        schema = schema_of(roster, error, options.group, kind=kind)
     assert roster is not None
     reading = _Reading(roster, schema, options, profile)
     if full:
@@ -53,6 +78,11 @@ class _Reading:
     def __init__(self, roster: Roster, schema: Schema, options: Options, profile: Profile) -> None:
         self._roster, self._schema, self._options, self._profile = roster, schema, options, profile
         self._rank = options.rank
+        self._held = {
+            name: [roster.state_of(seat, number) for number in range(len(seat.keys))]
+            for name, seat in roster.seats.items()
+            if name in schema.state
+        }
 
     def gathered(self, ranks: list[int], cpu_offload: bool) -> dict[str, dict[str, Any]] | None:
         """Whole plain tensors on these ranks, None on others."""
@@ -62,11 +92,15 @@ class _Reading:
         targets: dict[str, Shards] = {}
 
         room = Room(self._shaped_bytes() if receives else 0)
+        spreads: dict[tuple[tuple[int, ...], torch.dtype], Spread] = {}
 
         def whole(
             text: str, source: Shards, device: torch.device | None, shaped: bool = False
         ) -> Tensor | None:
-            spread = Spread.whole(source.shape, source.dtype, ranks)
+            kind = source.shape, source.dtype
+            spread = spreads.get(kind)
+            if spread is None:
+                spread = spreads[kind] = Spread.whole(*kind, ranks)
             sources[text] = source
             if receives and shaped and device is not None:
                 targets[text] = Shards(spread, [room.take(source.shape, source.dtype, device)])
@@ -102,7 +136,7 @@ class _Reading:
                 found = self._number(seat, key, entry)
             elif isinstance(entry, Owned):
                 found = RankOwned(seat.spread, {self._rank: plain_of(values[0])} if values else {})
-            elif isinstance(entry, Shaped) and values:
+            elif isinstance(entry, Shaped) and (values or not seat.keys):
                 found = seat.form(values, entry.dtype)
             else:
                 found = self._shards(seat, key, entry)
@@ -123,13 +157,13 @@ class _Reading:
 
     def _values(self, seat: Seat, key: str) -> list[Tensor]:
         """One for each of the seat's keys; none where this rank has no state of it."""
-        states = [self._roster.state_of(seat, number) for number in range(len(seat.keys))]
-        return [state[key] for state in states if key in state]
+        return [state[key] for state in self._held[seat.name] if key in state]
 
     def _number(self, seat: Seat, key: str, entry: Number) -> Any:
         values = self._values(seat, key)
-        value = entry.value if entry.dtype is None else torch.tensor(entry.value, dtype=entry.dtype)
-        return copied(plain_of(values[0]) if values else value)
+        if values:
+            return copied(plain_of(values[0]))
+        return copied(entry.value) if entry.dtype is None else torch.tensor(entry.value, dtype=entry.dtype)
 
     def _shards(self, seat: Seat, key: str, entry: Shaped | Odd) -> Shards:
         if isinstance(entry, Odd):
@@ -163,4 +197,6 @@ class _Reading:
 
 def plain_of(value: Any) -> Any:
     """What is here of a DTensor; anything else as it is."""
+    if type(value) is Tensor:
+        return value.detach()
     return local_tensors(value)[0] if isinstance(value, Tensor) else value

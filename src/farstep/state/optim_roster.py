@@ -31,7 +31,10 @@ class Seated(Protocol):
     """An optimizer that knows itself how its state is spread. `state` and `param_groups` are as with any other."""
 
     def optim_seats(self, group: Group) -> Mapping[int, Seat]:
-        """id of each parameter in `param_groups` -> its seat, with `state`'s keys, and spread over the ranks of `group`."""
+        """id of each parameter in `param_groups` -> its seat, with `state`'s keys, and spread over the ranks of `group`.
+
+        Those that are left out are seated as any optimizer's.
+        """
         ...
 
     def optim_stepper(self) -> Optimizer:
@@ -91,12 +94,12 @@ def roster_of(model: nn.Module, optim: Optimizers, group: Group = None) -> Roste
     found = _Model(model, group)
     roster = Roster(optimizers, found.aliases, found.known)
     for optimizer in optimizers:
-        own = optimizer.optim_seats(group) if isinstance(optimizer, Seated) else None
+        own = optimizer.optim_seats(group) if isinstance(optimizer, Seated) else {}
         for number, options in enumerate(optimizer.param_groups):
             each = SeatGroup(optimizer, options)
             roster.groups.append(each)
             for position, parameter in enumerate(options["params"]):
-                if own is not None:
+                if id(parameter) in own:
                     seats = [_renamed(own[id(parameter)], found.names.get(id(parameter)))]
                 else:
                     seats = found.seats(parameter, optimizer, number, position)
@@ -253,7 +256,7 @@ def _of_dtensor(name: str, parameter: Tensor, group: Group) -> Seat:
         views,
         requires_grad=parameter.requires_grad,
         is_dtensor=True,
-        form=lambda values: values[0].detach(),
+        form=lambda values, dtype: values[0].detach(),
         fresh=fresh,
     )
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from torch import Tensor
 
-from farstep.errors import StateError
+from farstep.errors import FarstepError, StateError
 from farstep.state.adapters.ranks import Group, size_of
 from farstep.state.council import everyones
 from farstep.state.optim_entries import (
@@ -52,8 +53,10 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in NOT_OPTIONS}
 
 
-def schema_of(roster: Roster | None, error: Exception | None, group: Group) -> Schema:
-    """Compare the ranks. Raises StateError where they have different states, with the names of parameter, state and ranks."""
+def schema_of(
+    roster: Roster | None, error: Exception | None, group: Group, *, kind: type[FarstepError] = StateError
+) -> Schema:
+    """Compare the ranks. Raises a `kind` where they have different states, with the names of parameter, state and ranks."""
     mine: dict[str, dict[str, Entry]] = {}
     groups: list[tuple[dict[str, Any], list[str]]] = []
     if roster is not None:
@@ -65,7 +68,7 @@ def schema_of(roster: Roster | None, error: Exception | None, group: Group) -> S
             ({key: copied(value) for key, value in options_of(each.options).items()}, each.names)
             for each in roster.groups
         ]
-    every = everyones((mine, groups), error, group, "reading the optimizer's state")
+    every = everyones((mine, groups), error, group, "reading the optimizer's state", kind=kind)
     assert roster is not None
     if every is None:
         everybody = list(range(size_of(group)))
@@ -95,18 +98,22 @@ def _described(roster: Roster, seat: Seat) -> dict[str, Entry]:
         state = roster.state_of(seat, number)
         for key, value in state.items():
             entry = _entry(seat, number, value)
-            if found.setdefault(key, entry) != entry:
+            known = found.setdefault(key, entry)
+            if known is not entry and known != entry:
                 raise StateError(
                     f"the state {key!r} of parameter {seat.name!r} is {found[key]} for one of its local shards and {entry} for another"
                 )
     return found
 
 
+_shaped = cache(Shaped)  # one for each dtype: what is the same object is sent once
+
+
 def _entry(seat: Seat, number: int, value: Any) -> Entry:
     if not isinstance(value, Tensor):
         return Number(value)
     if seat.is_like(number, value):
-        return Shaped(value.dtype)
+        return _shaped(value.dtype)
     if value.numel() == 1 and value.dim() == 0:
         return Number.of(value)
     local = value.to_local() if hasattr(value, "to_local") else value

@@ -46,7 +46,7 @@ class Seat:
         requires_grad: bool,
         is_flat: bool = False,
         is_dtensor: bool = False,
-        form: Callable[[Sequence[Tensor]], Any] | None = None,
+        form: Callable[[Sequence[Tensor], torch.dtype], Any] | None = None,
         fresh: Callable[[int, torch.dtype, torch.device], Tensor] | None = None,
     ) -> None:
         self.name = name
@@ -81,7 +81,7 @@ class Seat:
 
     def form(self, values: Sequence[Tensor], dtype: torch.dtype) -> Any:
         """The same as users get it: a DTensor for a DTensor, else Shards."""
-        return self.shards(values, dtype) if self._form is None else self._form(values)
+        return self.shards(values, dtype) if self._form is None else self._form(values, dtype)
 
     def fresh(self, number: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
         """Memory for a state under the key of this number. What no parameter lies in is zero; the rest is not filled."""

@@ -8,9 +8,9 @@ from functools import cached_property
 
 import numpy as np
 
+from farstep.state.arrays import Ints, grouped, total
 from farstep.state.box import Box
 from farstep.state.layout import Layout
-from farstep.state.sweep import Ints
 
 __all__ = ["Copy", "Plan"]
 
@@ -34,7 +34,7 @@ class Copy:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Copies that fill `target` from `source`. `rank` is the one whose part this is; None if it is everyone's.
+    """Copies that fill `target` from `source`, which has the target's tensors alone. `rank` is whose part this is; None if it is everyone's.
 
     Copy i takes the box `offsets[i]`, `sizes[i]` of the tensor `names[tensor[i]]` from the local tensor number `source_box[i]` of
     `source_rank[i]` to number `target_box[i]` of `target_rank[i]`. Tensors of fewer dimensions than the most have offsets of 0
@@ -86,22 +86,20 @@ class Plan:
     @property
     def bytes_moved(self) -> int:
         """Between ranks."""
-        return int(self.nbytes[self.source_rank != self.target_rank].sum())
+        return total(self.nbytes[self.source_rank != self.target_rank])
 
     @property
     def bytes_kept(self) -> int:
         """Within a rank."""
-        return int(self.nbytes[self.source_rank == self.target_rank].sum())
+        return total(self.nbytes[self.source_rank == self.target_rank])
 
     def bytes_between(self) -> dict[tuple[int, int], int]:
         """(source rank, target rank) -> bytes, for all that have copies."""
         if not len(self):
             return {}
         ranks = int(max(self.source_rank.max(), self.target_rank.max())) + 1
-        pairs, which = np.unique(self.source_rank * ranks + self.target_rank, return_inverse=True)
-        totals = np.zeros(len(pairs), dtype=np.int64)
-        np.add.at(totals, which, self.nbytes)
-        return {(int(p) // ranks, int(p) % ranks): int(n) for p, n in zip(pairs, totals, strict=True)}
+        found = grouped(self.source_rank * ranks + self.target_rank, self.nbytes)
+        return {(pair // ranks, pair % ranks): nbytes for pair, nbytes in found.items()}
 
     def part(self, rank: int) -> Plan:
         """The copies in which this rank gives or takes."""

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from farstep.errors import LayoutError
+from farstep.state.arrays import Ints
 from farstep.state.columns import ALL, Columns
-from farstep.state.sweep import Ints, meet
+from farstep.state.sweep import overlap
 
 __all__ = ["Replicas", "check_overlaps"]
 
@@ -71,10 +72,9 @@ def check_overlaps(names: Sequence[str], columns: Columns, replicas: Replicas) -
     if replicas.apart or columns.are_apart(replicas.distinct):
         return
     boxes = columns.boxes(replicas.distinct, columns, columns.lead)
-    i, j = meet(boxes, boxes)
-    clash = np.flatnonzero(i != j)
-    if len(clash):
-        one, other = (int(replicas.row(k[clash[:1]])[0]) for k in (i, j))
+    found = overlap(boxes)
+    if found is not None:
+        one, other = replicas.row(np.array(found)).tolist()
         raise _overlap(names, columns, one, other)
 
 

@@ -33,7 +33,7 @@ def plan(source: Layout, target: Layout, rank: int | None = None) -> Plan:
         target.check()
         copies = _Copies(here, here.replicas, target, ALL)
         copies.check_whole()
-        return copies.plan(source, target, None)
+        return copies.plan(here, target, None)
     s, t = here.columns, target.columns
     takes, gives = np.flatnonzero(t.rank == rank), np.flatnonzero(s.rank == rank)
     check_overlaps(names, t, Replicas(names, t, t.near(t, takes)))
@@ -45,7 +45,7 @@ def plan(source: Layout, target: Layout, rank: int | None = None) -> Plan:
     held = held[np.isin(s.key(held), s.key(gives))]  # its boxes, wherever they are
     takers = t.near(s, gives)
     given = _Copies(here, Replicas(names, s, held), target, takers[t.rank[takers] != rank])
-    return taken.plan(source, target, rank, given.only(s.rank[given.giver] == rank))
+    return taken.plan(here, target, rank, given.only(s.rank[given.giver] == rank))
 
 
 def _check_alike(source: Layout, target: Layout) -> None:
@@ -98,16 +98,22 @@ class _Copies:
         t = self._t
         numel = np.multiply.reduce(self.size, axis=0)
         wanted = t.numel(self._takers)
-        short = np.flatnonzero(np.bincount(self._which, numel, len(wanted)) != wanted)
+        got = np.zeros_like(wanted)
+        if len(numel):  # they are in the order of their takers
+            first = np.concatenate([[0], np.flatnonzero(self._which[1:] != self._which[:-1]) + 1])
+            got[self._which[first]] = np.add.reduceat(numel, first)
+        short = np.flatnonzero(got != wanted)
         if not len(short):
             return
         row = int(short[0] if isinstance(self._takers, slice) else self._takers[short[0]])
         box, name = t.box(row), self._names[int(t.tensor[row])]
-        got = np.flatnonzero(self.taker == row)
+        copies = np.flatnonzero(self.taker == row)
         dims = len(box.sizes)
         given = [
             Box(tuple(o), tuple(n))
-            for o, n in zip(self.start[:dims, got].T.tolist(), self.size[:dims, got].T.tolist(), strict=True)
+            for o, n in zip(
+                self.start[:dims, copies].T.tolist(), self.size[:dims, copies].T.tolist(), strict=True
+            )
         ]
         raise LayoutError(
             f"no rank of the source has {missing(box, given)[0]} of {name!r}, which is part of {box} of rank {t.rank[row]} of the target"

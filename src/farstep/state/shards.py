@@ -11,8 +11,12 @@ from torch import Tensor
 from farstep.errors import LayoutError
 from farstep.state.box import Box
 from farstep.state.layout import Spread
+from farstep.state.memory import repeats
 
-__all__ = ["Shards"]
+__all__ = ["Shards", "check_tensors"]
+
+_AT_ONCE = 4096
+"""So many sizes are made Python's at a time, which need more memory then."""
 
 
 class Shards:
@@ -62,20 +66,37 @@ class Shards:
         return f"Shards({self.spread!r}, here: {sizes or 'nothing'})"
 
 
-def check_tensors(name: str, spread: Spread, rank: int, tensors: Sequence[Tensor]) -> list[Box]:
-    """The boxes that a rank holds. Raises LayoutError unless these tensors are theirs."""
-    boxes = spread.boxes(rank)
-    if len(tensors) != len(boxes):
+def check_tensors(
+    name: str, spread: Spread, rank: int, tensors: Sequence[Tensor], written: bool = False
+) -> None:
+    """Raise LayoutError unless these tensors are those of the rank's boxes, and can be read; or, if they are to be, written."""
+    rows = spread.rows(rank)
+    if len(tensors) != len(rows):
         raise LayoutError(
-            f"rank {rank} holds {len(boxes)} boxes of {name!r}, and {len(tensors)} tensors were given for them"
+            f"rank {rank} holds {len(rows)} boxes of {name!r}, and {len(tensors)} tensors were given for them"
         )
-    for box, tensor in zip(boxes, tensors, strict=True):
-        if tuple(tensor.shape) != box.sizes:
-            raise LayoutError(
-                f"the tensor for {name!r} {box} on rank {rank} has the shape {tuple(tensor.shape)}, not {box.sizes}"
-            )
-        if tensor.dtype != spread.dtype:
-            raise LayoutError(
-                f"the tensor for {name!r} {box} on rank {rank} has the dtype {tensor.dtype}, not {spread.dtype}"
-            )
-    return boxes
+    for first in range(0, len(rows), _AT_ONCE):
+        some = rows[first : first + _AT_ONCE]
+        every = [spread.sizes[some[0]].tolist()] if len(some) == 1 else spread.sizes[some].tolist()
+        for row, sizes, tensor in zip(some, every, tensors[first : first + _AT_ONCE], strict=True):
+            wrong = _wrong(tensor, tuple(sizes), spread.dtype, written)
+            if wrong is not None:
+                box = Box(tuple(spread.offsets[row].tolist()), tuple(sizes))
+                raise LayoutError(f"the tensor for {name!r} {box} on rank {rank} {wrong}")
+
+
+def _wrong(tensor: Tensor, sizes: tuple[int, ...], dtype: torch.dtype, written: bool) -> str | None:
+    if not isinstance(tensor, Tensor):
+        return f"is a {type(tensor).__name__}, and no tensor"
+    if tensor.shape != sizes:
+        return f"has the shape {tuple(tensor.shape)}, not {sizes}"
+    if tensor.dtype != dtype:
+        return f"has the dtype {tensor.dtype}, not {dtype}"
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+        return f"is {kind}, so no part of it can be taken: make it dense (to_dense, dequantize) first"
+    if tensor.is_meta:
+        return "is on the meta device, so it has no elements: give a tensor that has memory"
+    if written and repeats(tensor):
+        return f"has elements that share memory (strides {tensor.stride()}), so it cannot be filled: give a tensor that was not expanded, or a clone"
+    return None

@@ -4,31 +4,23 @@ All groups (tensors) lie on one line, one after the other, so that one search fi
 boxes of one group with the same extent form a band. Bands are matched on the line; each pair of bands is then a group of its own
 in the remaining dimensions, and all of these are again matched at once. So a grid costs what its answer costs, not one comparison for
 every two boxes.
+
+Boxes that are cut without a grid have few bands in common. If the first dimension leaves too many pairs, they are looked for in cells instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-__all__ = ["Boxes", "Ints", "meet", "spans"]
+from farstep.state.arrays import Boxes, Ints, spans, total
+from farstep.state.cells import clash, meet_in_cells
 
-Ints = npt.NDArray[np.int64]
+__all__ = ["Boxes", "Ints", "meet", "overlap", "spans"]
 
-
-@dataclass(frozen=True, slots=True)
-class Boxes:
-    """Boxes as columns: the group of each, and for every dimension where it starts and stops. None is without elements."""
-
-    group: Ints
-    start: Sequence[Ints]
-    stop: Sequence[Ints]
-
-    def take(self, rows: Ints) -> Boxes:
-        return Boxes(self.group[rows], [x[rows] for x in self.start], [y[rows] for y in self.stop])
+_MOST_PAIRS = 8
+"""For each box, so many pairs may have to be looked at in the next dimension; else they are looked for in cells."""
 
 
 def meet(a: Boxes, b: Boxes) -> tuple[Ints, Ints]:
@@ -37,16 +29,20 @@ def meet(a: Boxes, b: Boxes) -> tuple[Ints, Ints]:
         nothing = np.zeros(0, dtype=np.int64)
         return nothing, nothing
     if not a.start:
-        return _meet(_undivided(a), _undivided(b), 0)
-    return _meet(a, b, 0)
+        a, b = _undivided(a), _undivided(b)
+    return _meet(a, b, 0) or meet_in_cells(a, b)
 
 
-def spans(first: Ints, count: Ints) -> Ints:
-    """`first[0], first[0] + 1, ...`, `count[0]` of them, then those of `first[1]`, and so on."""
-    before = np.cumsum(count) - count
-    places = np.repeat(first - before, count)
-    places += np.arange(len(places), dtype=np.int64)
-    return places
+def overlap(boxes: Boxes) -> tuple[int, int] | None:
+    """Two boxes of one group that have elements in common, if there are any. It takes no longer where many do."""
+    if len(boxes.group) < 2 or not boxes.start:
+        return None
+    met = _meet(boxes, boxes, 0, answers_bounded=True)  # each with itself, if all is well
+    if met is None:
+        return clash(boxes)
+    i, j = met
+    other = np.flatnonzero(i != j)
+    return (int(i[other[0]]), int(j[other[0]])) if len(other) else None
 
 
 def _undivided(boxes: Boxes) -> Boxes:
@@ -54,11 +50,19 @@ def _undivided(boxes: Boxes) -> Boxes:
     return Boxes(boxes.group, [np.zeros_like(boxes.group)], [np.ones_like(boxes.group)])
 
 
-def _meet(a: Boxes, b: Boxes, dim: int) -> tuple[Ints, Ints]:
-    length = int(max(a.stop[dim].max(), b.stop[dim].max()))
+def _meet(a: Boxes, b: Boxes, dim: int, answers_bounded: bool = False) -> tuple[Ints, Ints] | None:
+    """None if too many pairs would have to be looked at, beyond those that are the answer; with `answers_bounded`, if these are too many."""
+    last = dim == len(a.start) - 1
+    most = _MOST_PAIRS * (len(a.group) + len(b.group)) if answers_bounded or not last else None
+    a, b, length = _bounded(a, b, dim)
     ours, theirs = _bands(a, dim, length), _bands(b, dim, length)
-    p, q = _on_line(ours.x, ours.y, theirs.x, theirs.y)
-    if dim == len(a.start) - 1 or (ours.bounds is None and theirs.bounds is None):
+    met = _on_line(ours.x, ours.y, theirs.x, theirs.y, most)
+    if met is None:
+        return None
+    p, q = met
+    if last or (ours.bounds is None and theirs.bounds is None):
+        if answers_bounded and most is not None and total(ours.count(p) * theirs.count(q)) > most:
+            return None
         return _filtered(a, b, *_crossed(ours, theirs, p, q), dim + 1)
     m, n = ours.count(p), theirs.count(q)
     few = m * n <= m + n  # comparing them all costs no more than going on
@@ -68,10 +72,34 @@ def _meet(a: Boxes, b: Boxes, dim: int) -> tuple[Ints, Ints]:
     p, q, m, n = p[~few], q[~few], m[~few], n[~few]
     rows_a, rows_b = ours.rows(spans(ours.first(p), m)), theirs.rows(spans(theirs.first(q), n))
     pairs = np.arange(len(p), dtype=np.int64)
-    k, m = _meet(
-        _regrouped(a, rows_a, np.repeat(pairs, m)), _regrouped(b, rows_b, np.repeat(pairs, n)), dim + 1
+    met = _meet(
+        _regrouped(a, rows_a, np.repeat(pairs, m)),
+        _regrouped(b, rows_b, np.repeat(pairs, n)),
+        dim + 1,
+        answers_bounded,
     )
-    return np.concatenate([i, rows_a[k]]), np.concatenate([j, rows_b[m]])
+    if met is None:
+        return None
+    return np.concatenate([i, rows_a[met[0]]]), np.concatenate([j, rows_b[met[1]]])
+
+
+def _bounded(a: Boxes, b: Boxes, dim: int) -> tuple[Boxes, Boxes, int]:
+    """The same boxes, and how long the line of a group is. Edges are numbered where all groups would not fit on one line of int64."""
+    length = int(max(a.stop[dim].max(), b.stop[dim].max()))
+    groups = int(max(a.group.max(), b.group.max())) + 1
+    if groups * length < 1 << 63:
+        return a, b, length
+    columns = [a.start[dim], a.stop[dim], b.start[dim], b.stop[dim]]
+    edges, number = np.unique(np.concatenate(columns), return_inverse=True)
+    numbered = np.split(number, np.cumsum([len(column) for column in columns])[:-1])
+    (start, stop), (other_start, other_stop) = numbered[:2], numbered[2:]
+    return _with(a, dim, start, stop), _with(b, dim, other_start, other_stop), len(edges)
+
+
+def _with(boxes: Boxes, dim: int, start: Ints, stop: Ints) -> Boxes:
+    starts, stops = list(boxes.start), list(boxes.stop)
+    starts[dim], stops[dim] = start, stop
+    return Boxes(boxes.group, starts, stops)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,31 +140,42 @@ def _bands(boxes: Boxes, dim: int, length: int) -> _Bands:
     return _Bands(order, bounds, x[bounds[:-1]], y[bounds[:-1]])
 
 
-def _on_line(xa: Ints, ya: Ints, xb: Ints, yb: Ints) -> tuple[Ints, Ints]:
-    """Which intervals of a and b meet. Both are sorted by where they start."""
+def _on_line(xa: Ints, ya: Ints, xb: Ints, yb: Ints, most: int | None) -> tuple[Ints, Ints] | None:
+    """Which intervals of a and b meet; None if these are more than `most` pairs. Both are sorted by where they start."""
     if (ya[1:] >= ya[:-1]).all():
-        return _by_range(xa, ya, xb, yb)
-    if (yb[1:] >= yb[:-1]).all():
-        j, i = _by_range(xb, yb, xa, ya)
-        return i, j
-    # Intervals within intervals. Of two that meet, one starts within the other, or both start together.
-    j, i = _starting_within(xb, xa, ya, at_start=True)
-    more_i, more_j = _starting_within(xa, xb, yb, at_start=False)
-    return np.concatenate([i, more_i]), np.concatenate([j, more_j])
+        ranges = [_by_range(xa, ya, xb, yb)]
+        turned = [False]
+    elif (yb[1:] >= yb[:-1]).all():
+        ranges = [_by_range(xb, yb, xa, ya)]
+        turned = [True]
+    else:
+        # Intervals within intervals. Of two that meet, one starts within the other, or both start together.
+        ranges = [
+            _starting_within(xb, xa, ya, at_start=True),
+            _starting_within(xa, xb, yb, at_start=False),
+        ]
+        turned = [True, False]
+    if most is not None and sum(int(count.sum()) for _, count in ranges) > most:
+        return None
+    pairs = [
+        (spans(first, count), np.repeat(np.arange(len(count), dtype=np.int64), count))
+        for first, count in ranges
+    ]
+    ours = [pair[turn] for pair, turn in zip(pairs, turned, strict=True)]
+    theirs = [pair[not turn] for pair, turn in zip(pairs, turned, strict=True)]
+    return (ours[0], theirs[0]) if len(pairs) == 1 else (np.concatenate(ours), np.concatenate(theirs))
 
 
 def _by_range(xa: Ints, ya: Ints, xb: Ints, yb: Ints) -> tuple[Ints, Ints]:
-    """As `_on_line`, where those of a stop in order too: then those that one of b meets are next to each other."""
+    """For each of b, the first of a that it meets, and how many. Those of a stop in order too, so these are next to each other."""
     first = np.searchsorted(ya, xb, side="right")
-    count = np.maximum(np.searchsorted(xa, yb, side="left") - first, 0)
-    return spans(first, count), np.repeat(np.arange(len(xb), dtype=np.int64), count)
+    return first, np.maximum(np.searchsorted(xa, yb, side="left") - first, 0)
 
 
 def _starting_within(starts: Ints, x: Ints, y: Ints, at_start: bool) -> tuple[Ints, Ints]:
-    """Pairs: which of `starts` lies in which interval. Whether one that lies at its very start does is for the caller to say."""
+    """For each interval, the first of `starts` that lies in it, and how many. Whether one at its very start does is for the caller to say."""
     first = np.searchsorted(starts, x, side="left" if at_start else "right")
-    count = np.maximum(np.searchsorted(starts, y, side="left") - first, 0)
-    return spans(first, count), np.repeat(np.arange(len(x), dtype=np.int64), count)
+    return first, np.maximum(np.searchsorted(starts, y, side="left") - first, 0)
 
 
 def _crossed(ours: _Bands, theirs: _Bands, p: Ints, q: Ints) -> tuple[Ints, Ints]:

@@ -16,7 +16,7 @@ from farstep.state.adapters.ranks import Group, own_rank
 from farstep.state.layout import Layout, Spread
 from farstep.state.shards import Shards
 
-__all__ = ["layout_of", "like", "local_tensors", "shards_of"]
+__all__ = ["kind_of", "layout_of", "like", "local_tensors", "shards_of"]
 
 
 class _Adapter(Protocol):
@@ -85,13 +85,26 @@ def like(value: Tensor | Shards, tensors: Sequence[Tensor], *, dtype: torch.dtyp
     return Shards(Spread(old.shape, dtype, old.ranks, old.offsets, old.sizes), tensors)
 
 
+def kind_of(value: object) -> str | None:
+    """ "DTensor", "ShardedTensor", "Tensor", or None for what is no tensor."""
+    found = _type_of(value)
+    return found[1] if found else "Tensor" if isinstance(value, Tensor) else None
+
+
 def _adapter(value: object, name: str) -> _Adapter:
-    for torch_module, torch_class, ours in _TYPES:
-        loaded = sys.modules.get(torch_module)
-        if loaded is not None and isinstance(value, getattr(loaded, torch_class, ())):
-            return cast(_Adapter, import_module(ours))
+    found = _type_of(value)
+    if found:
+        return cast(_Adapter, import_module(found[2]))
     if isinstance(value, Tensor):
         return cast(_Adapter, plain)
     raise LayoutError(
         f"{name!r} is a {type(value).__module__}.{type(value).__qualname__}, which is no tensor: give a Tensor, DTensor, ShardedTensor or Shards"
     )
+
+
+def _type_of(value: object) -> tuple[str, str, str] | None:
+    for each in _TYPES:
+        loaded = sys.modules.get(each[0])
+        if loaded is not None and isinstance(value, getattr(loaded, each[1], ())):
+            return each
+    return None

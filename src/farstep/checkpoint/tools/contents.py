@@ -1,0 +1,187 @@
+"""What there is in a checkpoint, by name: tensors, names that share a tensor, and values."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+
+from farstep.checkpoint.manifest import MANIFEST, Manifest
+from farstep.checkpoint.sources import source_of
+from farstep.checkpoint.storage import Storage, storage_of
+from farstep.checkpoint.tree import MOST_DEPTH, children, decode, is_container, joined
+from farstep.errors import CheckpointError, DamagedCheckpoint, NoCheckpoint
+from farstep.state import Box
+
+__all__ = [
+    "Contents",
+    "box_of",
+    "contents_of",
+    "matcher",
+    "opened",
+    "opened_own",
+    "ranks_of",
+    "storage_at",
+    "value_of",
+]
+
+_SHOWN = 3
+_LOOKED_AT = 20
+_CONTAINERS = {
+    "dict": "a dict",
+    "pairs": "a dict with keys that are not all strings",
+    "list": "a list",
+    "tuple": "a tuple",
+    "ranks": "a value for each rank",
+}
+
+
+@dataclass
+class Contents:
+    """Everything goes by its name; what each rank has for itself is below `rank0`, `rank1` and so on."""
+
+    tensors: list[str] = field(default_factory=list)
+    tied: dict[str, str] = field(default_factory=dict)
+    """Another name -> the tensor that it is a name of."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """As they are encoded in the manifest, see tree.py; `decode` gives them back."""
+    containers: dict[str, str] = field(default_factory=dict)
+    """What holds others -> what it is, in words."""
+    owners: dict[str, int] = field(default_factory=dict)
+    """Tensors that one rank has for itself -> the rank."""
+
+
+def storage_at(path: str | os.PathLike[str] | Storage, options: dict[str, Any] | None = None) -> Storage:
+    """Raises CheckpointError for a URL that this machine cannot reach for want of a package, or that nobody knows."""
+    try:
+        return storage_of(path, options)
+    except (ImportError, ValueError, TypeError) as exc:
+        raise CheckpointError(f"{path} cannot be reached: {exc}") from exc
+
+
+def opened(
+    path: str | os.PathLike[str] | Storage, options: dict[str, Any] | None = None
+) -> tuple[Storage, Manifest]:
+    """A checkpoint of any format that is read, as `load` has it. Raises NoCheckpoint, which tells of such as are one level below."""
+    storage = storage_at(path, options)
+    try:
+        return source_of(storage)
+    except NoCheckpoint as exc:
+        below = _below(storage)
+        if not below:
+            raise
+        more = f" and {len(below) - _SHOWN} more" if len(below) > _SHOWN else ""
+        raise NoCheckpoint(
+            f"there is no checkpoint in {storage} itself, but in {', '.join(below[-_SHOWN:])}{more} below it"
+        ) from exc
+
+
+def opened_own(
+    path: str | os.PathLike[str] | Storage, options: dict[str, Any] | None = None
+) -> tuple[Storage, Manifest]:
+    """One that `save` wrote: with checksums."""
+    storage = storage_at(path, options)
+    try:
+        return storage, Manifest.decode(storage.read(MANIFEST), str(storage))
+    except (FileNotFoundError, NotADirectoryError):
+        opened(storage)  # raises if it is nothing at all
+        raise CheckpointError(
+            f"{storage} is a checkpoint of another format, which has no checksums: farstep checkpoint convert makes one of it that has"
+        ) from None
+
+
+def _below(storage: Storage) -> list[str]:
+    """The checkpoints in directories below, by number."""
+    try:
+        names = sorted(storage.directories(), key=_by_number)[-_LOOKED_AT:]
+        return [name for name in names if MANIFEST in storage.at(name).names()]
+    except Exception:
+        return []  # a hint is not worth an error
+
+
+def _by_number(name: str) -> list[Any]:
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
+    """Whether a name matches one of them, or there are none. `*` and `?` match the whole name; a pattern without them, any part of it."""
+    if not patterns:
+        return lambda name: True
+    globs = [each if set(each) & set("*?[") else f"*{each}*" for each in patterns]
+    return lambda name: any(fnmatchcase(name, each) for each in globs)
+
+
+def box_of(manifest: Manifest, row: int) -> Box:
+    boxes = manifest.boxes
+    at = slice(int(boxes.first[row]), int(boxes.first[row] + boxes.dims[row]))
+    return Box(tuple(boxes.offsets[at].tolist()), tuple(boxes.sizes[at].tolist()))
+
+
+def value_of(node: Any) -> Any:
+    """What is shown of a value."""
+    if isinstance(node, dict) and "unreadable" in node:  # of another format, and not to be built here
+        return Unreadable(node["unreadable"])
+    return decode(node)
+
+
+class Unreadable(str):
+    """Why."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"<unreadable: {self}>"
+
+
+def ranks_of(manifest: Manifest) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Who wrote each box."""
+    writers = np.array([file.rank for file in manifest.files], dtype=np.int64)
+    return writers[manifest.boxes.file] if len(manifest.boxes) else np.zeros(0, dtype=np.int64)
+
+
+def contents_of(manifest: Manifest, *, whole_lists: bool = False) -> Contents:
+    """Raises DamagedCheckpoint for a tree that no save writes. `whole_lists`: a list of plain values is one value."""
+    found = Contents()
+    try:
+        _walk(manifest.tree, "", 0, None, whole_lists, found)
+    except (AttributeError, TypeError, ValueError, KeyError):
+        raise DamagedCheckpoint(f"{MANIFEST} has a state that no save writes") from None
+    return found
+
+
+def _walk(node: Any, name: str, depth: int, owner: int | None, whole_lists: bool, found: Contents) -> None:
+    if depth > MOST_DEPTH or (isinstance(node, dict) and len(node) != 1):
+        raise DamagedCheckpoint(f"{MANIFEST} has something at {name[:200]!r} that no save writes")
+    if isinstance(node, dict) and "tensor" in node:
+        if node["tensor"] is None:
+            found.tensors.append(name)
+            if owner is not None:
+                found.owners[name] = owner
+        else:
+            found.tied[name] = str(node["tensor"])
+        return
+    inside = list(_inside(node, name)) if is_container(node) else []
+    if not inside or (whole_lists and ("list" in node or "tuple" in node) and _is_plain(inside)):
+        found.values[name] = node
+        return
+    ((kind, _),) = node.items()
+    found.containers[name] = _CONTAINERS[kind]
+    for number, (below, each) in enumerate(inside):
+        _walk(each, below, depth + 1, number if kind == "ranks" else owner, whole_lists, found)
+
+
+def _inside(node: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if "ranks" in node:
+        for rank, each in enumerate(node["ranks"]):
+            yield joined(name, f"rank{rank}"), each
+    for key, each in children(node):
+        yield joined(name, key), each
+
+
+def _is_plain(inside: Sequence[tuple[str, Any]]) -> bool:
+    return not any(isinstance(each, dict) and ("tensor" in each or is_container(each)) for _, each in inside)

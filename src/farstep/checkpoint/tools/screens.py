@@ -1,0 +1,241 @@
+"""What a person sees of a checkpoint and of what was found in it, as tables of rich."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from farstep.checkpoint.dtypes import name_of
+from farstep.checkpoint.manifest import Manifest
+from farstep.checkpoint.tools.contents import box_of, ranks_of
+from farstep.checkpoint.tools.inspecting import Branch, Leaf
+from farstep.checkpoint.tools.units import count, ranges, shape_text, short, size
+from farstep.checkpoint.tools.verifying import Damage, Examined
+
+__all__ = ["damages_screen", "overview", "plain_table", "ranks_table", "tree_table"]
+
+_NARROWEST = 20
+_VALUE_LETTERS = 40
+_RANKS = 8
+_BAR = 24
+_DAMAGES = 20
+
+
+@dataclass
+class _Row:
+    first: str
+    """What is drawn before the label."""
+    more: str
+    """The same for its further lines."""
+    label: Text
+    cells: tuple[str, ...]
+
+
+def overview(manifest: Manifest, where: str) -> RenderableType:
+    """The lines above the tree."""
+    dtypes: dict[str, int] = {}
+    for info in manifest.tensors.values():
+        dtypes[name_of(info.dtype)] = dtypes.get(name_of(info.dtype), 0) + info.nbytes
+    kinds = ", ".join(f"{name} {size(n)}" for name, n in sorted(dtypes.items(), key=lambda each: -each[1]))
+    boxes, writers = len(manifest.boxes), len({file.rank for file in manifest.files})
+    text = Text(where, style="bold")
+    text.append(
+        f"\n{size(manifest.nbytes)} in {count(len(manifest.tensors), 'tensor')}, {count(boxes, 'box', 'boxes')}, "
+        f"{count(len(manifest.files), 'file')}; saved by {count(manifest.ranks, 'rank')}"
+        + (f", of which {writers} wrote" if writers != manifest.ranks else ""),
+        style="not bold",
+    )
+    text.append(f"\n{kinds}{'; ' if kinds else ''}save {manifest.save}", style="not bold dim")
+    return text
+
+
+def tree_table(
+    root: Branch, manifest: Manifest, width: int, depth: int | None = None, boxes: bool = False
+) -> Table:
+    """A line for each part of a name. `boxes`: and for each box of a tensor."""
+    is_spread = len({file.rank for file in manifest.files}) > 1
+    titles = ["shape", "dtype", "size", *(["ranks", "cut"] if is_spread else [])]
+    rows = list(_rows(root, manifest, "", 0, depth, boxes))
+    taken = sum(
+        2 + max(len(title), *(len(row.cells[i]) for row in rows), 0) for i, title in enumerate(titles)
+    )
+    room = max(_NARROWEST, width - taken)
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    table.add_column("name", no_wrap=True)
+    for title in titles:
+        table.add_column(title, justify="right" if title in ("shape", "size") else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(_wrapped(row, room), *(Text(cell) for cell in row.cells[: len(titles)]))
+    return table
+
+
+def _rows(
+    branch: Branch, manifest: Manifest, guide: str, level: int, depth: int | None, boxes: bool
+) -> Iterator[_Row]:
+    children = list(branch.below.values())
+    for number, each in enumerate(children):
+        is_last = number == len(children) - 1
+        is_shut = bool(each.below) and depth is not None and level + 1 >= depth
+        inner = guide + ("  " if is_last else "│ ")
+        below = "│ " if each.below and not is_shut else "  "
+        yield _Row(guide + ("└ " if is_last else "├ "), inner + below, _label(each, is_shut), _cells(each))
+        if boxes and each.leaf is not None and each.leaf.kind == "tensor":
+            yield from _box_rows(each.leaf, manifest, inner + below)
+        if not is_shut:
+            yield from _rows(each, manifest, inner, level + 1, depth, boxes)
+
+
+def _label(branch: Branch, is_shut: bool) -> Text:
+    text = Text(branch.label, style="" if branch.leaf is not None else "bold")
+    leaf = branch.leaf
+    if leaf is not None and leaf.kind == "tied":
+        text.append(f" is {_names(leaf.values)}", style="magenta")
+    if leaf is not None and leaf.kind == "value":
+        text.append(f" = {_values(leaf.values)}", style="cyan")
+    if is_shut:
+        inside = [count(branch.tensors, "tensor")] if branch.tensors else []
+        inside += [count(branch.values, "value")] if branch.values else []
+        text.append(f" ({', '.join(inside) or 'other names of tensors'})", style="not bold dim")
+    return text
+
+
+def _names(names: Sequence[Any]) -> str:
+    return str(names[0]) if len(set(names)) == 1 else f"{names[0]} and so on"
+
+
+def _values(values: Sequence[Any]) -> str:
+    texts = list(dict.fromkeys(map(_value, values)))
+    if len(texts) == 1:
+        return texts[0]
+    if all(type(each) in (int, float) for each in values):
+        return f"{min(values)} to {max(values)}"
+    return f"{texts[0]} and {len(texts) - 1} others"
+
+
+def _value(value: Any) -> str:
+    text = short(repr(value), _VALUE_LETTERS)
+    return f"{text} ({len(value)} items)" if isinstance(value, list | tuple) and len(value) > 4 else text
+
+
+def _cells(branch: Branch) -> tuple[str, ...]:
+    each = size(branch.nbytes / branch.layers)
+    nbytes = f"{branch.layers:,} x {each}" if branch.layers > 1 else each
+    leaf = branch.leaf
+    if leaf is None or leaf.kind != "tensor":
+        return "", "", nbytes if branch.tensors else "", "", ""
+    cut = next(iter(leaf.grids)) if len(leaf.grids) == 1 else "various"
+    return shape_text(leaf.shape), leaf.dtype, nbytes, ranges(leaf.ranks), cut
+
+
+def _box_rows(leaf: Leaf, manifest: Manifest, guide: str) -> Iterator[_Row]:
+    writers = ranks_of(manifest)
+    is_one = len(set(manifest.boxes.tensor[leaf.rows].tolist())) == 1
+    for row in leaf.rows:
+        file, box = manifest.files[int(manifest.boxes.file[row])].name, box_of(manifest, row)
+        name = "" if is_one else manifest.names[int(manifest.boxes.tensor[row])]
+        text = Text(f"{name}{box} at {int(manifest.boxes.at[row]):,} of {file}", style="dim")
+        cells = (shape_text(box.sizes), "", size(int(manifest.box_bytes[row])), str(writers[row]), "")
+        yield _Row(guide, guide, text, cells)
+
+
+def _wrapped(row: _Row, width: int) -> Text:
+    """The label, on as many lines as it needs, with the guide before each."""
+    room = max(8, width - max(len(row.first), len(row.more)))
+    text, rest = Text(row.first, style="dim"), row.label
+    while len(rest) > room:
+        at = max(rest.plain.rfind(mark, 0, room) for mark in " .") + 1
+        at = at if at > room // 2 else room
+        text.append_text(rest[:at]).append(f"\n{row.more}", style="dim")
+        rest = rest[at:]
+    return text.append_text(rest)
+
+
+def ranks_table(manifest: Manifest) -> RenderableType:
+    """What each rank has written; of many ranks, how much they differ."""
+    writers = ranks_of(manifest)
+    top = max((file.rank for file in manifest.files), default=-1) + 1
+    nbytes = np.zeros(top, dtype=np.int64)
+    np.add.at(nbytes, writers, manifest.box_bytes)
+    boxes = np.bincount(writers, minlength=top)
+    files = np.bincount([file.rank for file in manifest.files], minlength=top)
+    has = np.flatnonzero(files)
+    if len(has) > _RANKS:
+        least, most = int(nbytes[has].min()), int(nbytes[has].max())
+        return Text(
+            f"{len(has):,} ranks wrote {size(least)} to {size(most)} each; --json lists them", style="dim"
+        )
+    table = plain_table("rank", "files", "boxes", "size", "")
+    for rank in has.tolist():
+        bar = "█" * round(_BAR * int(nbytes[rank]) / max(1, int(nbytes.max())))
+        table.add_row(
+            f"{rank}",
+            f"{files[rank]:,}",
+            f"{boxes[rank]:,}",
+            size(int(nbytes[rank])),
+            Text(bar, style="blue"),
+        )
+    return table
+
+
+def plain_table(*titles: str, left: Iterable[int] = (-1,)) -> Table:
+    """Columns of numbers, and of text where `left` says so."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    lefts = {each % len(titles) for each in left}
+    for number, title in enumerate(titles):
+        table.add_column(title, justify="left" if number in lefts else "right")
+    return table
+
+
+def damages_screen(found: Examined, where: str, seconds: float, strict: bool) -> RenderableType:
+    """What `verify` has found: by file, and in each by what is wrong."""
+    lines: list[RenderableType] = []
+    by_file: dict[str, dict[tuple[str, str], list[Damage]]] = {}
+    for damage in found.damages:
+        by_file.setdefault(damage.file, {}).setdefault((damage.kind, damage.what), []).append(damage)
+    for file, kinds in by_file.items():
+        lines.append(Text(file, style="bold"))
+        for (_, what), damages in kinds.items():
+            lines += _damages(what, damages)
+    if found.strays:
+        left = f"{count(len(found.strays), 'file')} beside it of a save that did not finish, or is not finished yet: {', '.join(found.strays[:3])}"
+        left += f" and {len(found.strays) - 3} more" if len(found.strays) > 3 else ""
+        lines.append(Text(f"{left}. The next save removes them.", style="red" if strict else "yellow"))
+    manifest = found.manifest
+    if found.damages:
+        tensors = {damage.tensor for damage in found.damages if damage.tensor is not None}
+        said = f"{where} is damaged: {count(len(by_file), 'file')}"
+        said += f", {count(len(tensors), 'tensor')} of {len(manifest.tensors):,}" if manifest and tensors else ""  # fmt: skip
+        lines.append(Text(said, style="bold red"))
+    elif manifest is not None:
+        rate = f", {size(manifest.nbytes / seconds)}/s" if manifest.nbytes > 100 << 20 and seconds else ""
+        lines.append(
+            Text(
+                f"{where} is whole: {count(len(manifest.checksums), 'block')} of {count(len(manifest.tensors), 'tensor')} "
+                f"in {count(len(manifest.files), 'file')}, {size(manifest.nbytes)}{rate}",
+                style="green",
+            )
+        )
+    return Group(*lines)
+
+
+def _damages(what: str, damages: Sequence[Damage]) -> Iterator[RenderableType]:
+    named = [damage for damage in damages if damage.tensor is not None]
+    if not named:
+        yield Text(f"  {what}", style="red")
+        return
+    yield Text(
+        f"  {what}: {count(len(named), 'box', 'boxes')}" if len(named) > 1 else f"  {what}", style="red"
+    )
+    for damage in named[:_DAMAGES]:
+        spans = ", ".join(f"{a:,} to {b:,}" for a, b in damage.spans[:3])
+        more = f" and {len(damage.spans) - 3} more" if len(damage.spans) > 3 else ""
+        text = Text(f"    {damage.tensor}{damage.box or ''}")
+        yield text.append(f"  bytes {spans}{more}" if spans else "", style="dim")
+    if len(named) > _DAMAGES:
+        yield Text(f"    and {len(named) - _DAMAGES:,} more; --json lists all", style="dim")
