@@ -16,11 +16,12 @@ import fsspec
 import pytest
 import torch
 from support.ranks import Ranks
+from support.workers import speaking_for
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from farstep import checkpoint
+from farstep import checkpoint, rpc
 from farstep.checkpoint import RemoteStorage
 from farstep.errors import CheckpointError, DamagedCheckpoint, NoCheckpoint, StorageFailed
 
@@ -363,3 +364,18 @@ def test_http(tmp_path):
         checkpoint.read(url)
     with pytest.raises(StorageFailed, match=r"(?i)connect"):
         checkpoint.read(url)  # nobody is there any more
+
+
+def _ones(*shape):
+    return torch.ones(shape)
+
+
+def test_owners_of_rpc_write_there_too(s3):
+    url, folder, options = s3
+    with rpc.local_agents(2, rpc.RpcOptions(rpc_timeout=20)) as agents, speaking_for(agents[0]):
+        table = rpc.remote("worker1", _ones, args=(3, 4))
+        checkpoint.save({"table": table, "here": torch.zeros(2)}, url, storage_options=options)
+        assert len(data_files(folder)) == 2
+        other = rpc.remote("worker1", torch.zeros, args=(3, 4))
+        checkpoint.load({"table": other}, url, storage_options=options)
+        assert torch.equal(other.to_here(), torch.ones(3, 4))

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.workers import WorkerFailed
+from support.workers import WorkerFailed, speaking_for
 from torch import nn
 
 from farstep import autograd, checkpoint, rpc
+from farstep.checkpoint import rpc_calls, rpc_saving
 from farstep.errors import (
     CheckpointError,
     CheckpointMismatch,
@@ -230,7 +231,7 @@ def _names(path):
     assert set(report.reshaped) == {"model.a.linear.weight", "model.a.linear.bias"}
     assert "model.b.linear.weight" in report.unexpected
     assert torch.equal(held(small)["linear.weight"], was["linear.weight"])
-    doubled = rpc.remote("worker1", lambda_double, args=(0,))
+    doubled = rpc.remote("worker1", doubled_stage, args=(0,))
     with refused(CheckpointMismatch, "worker1", "float64", "convert_dtype=True"):
         checkpoint.load({"model": {"a": doubled, "b": one.stages[1]}}, path)
     checkpoint.load({"model": {"a": doubled, "b": one.stages[1]}}, path, convert_dtype=True)
@@ -243,7 +244,7 @@ def _names(path):
     same(checkpoint.read(path), {"remote": before["model"]["a"]})
 
 
-def lambda_double(seed):
+def doubled_stage(seed):
     return Stage(seed).double()
 
 
@@ -380,3 +381,107 @@ def test_import_is_light(tmp_path):
         ).stdout.strip()
         == "[]"
     )
+
+
+# -- what a caller may do, and what an owner may say; agents of one process
+
+
+def _agents(**options):
+    return rpc.local_agents(2, rpc.RpcOptions(rpc_timeout=10, **options))
+
+
+def test_trust(tmp_path):
+    """A worker that trusts some names alone writes no files for others, unless it is told to."""
+    with _agents(trusted=("torch", f"{__name__}")) as agents, speaking_for(agents[0]):
+        table = rpc.remote("worker1", tensor_of, args=(1, 2))
+        with refused(CheckpointError, "worker1", "rpc_calls.write is not among what this worker trusts"):
+            checkpoint.save({"table": table}, tmp_path)
+        assert files_in(tmp_path) == []
+    with (
+        _agents(trusted=("torch", f"{__name__}", "farstep.checkpoint.rpc_calls")) as agents,
+        speaking_for(agents[0]),
+    ):
+        table = rpc.remote("worker1", tensor_of, args=(1, 2))
+        checkpoint.save({"table": table}, tmp_path)
+        same(checkpoint.read(tmp_path), {"table": tensor_of(1, 2)})
+        other = rpc.remote("worker1", tensor_of, args=(2, 2))
+        checkpoint.load({"table": other}, tmp_path)
+        same(other.to_here(), tensor_of(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("save", "number", "count"),
+    [
+        ("../0123456789abcd", 1, 2),
+        ("0123456789abcdef\n", 1, 2),
+        (b"0123456789abcdef", 1, 2),
+        ("0123456789abcdef", 2, 2),
+        ("0123456789abcdef", -1, 2),
+        ("0123456789abcdef", "/../../x", 2),
+        ("0123456789abcdef", 1, 10**9),
+    ],
+)
+def test_a_hostile_caller(tmp_path, save, number, count):
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    with _agents() as agents, speaking_for(agents[0]):
+        table = rpc.remote("worker1", tensor_of, args=(1, 2))
+        args = ((str(inside), {}), save, number, count, [("table", table)], 5.0)
+        with pytest.raises(CheckpointError):
+            rpc.rpc_sync("worker1", rpc_calls.write, args=args)
+    assert files_in(tmp_path) == ["inside"]
+    assert files_in(inside) == []
+
+
+def test_a_link_is_not_written_through(tmp_path):
+    outside = tmp_path / "outside"
+    outside.write_text("mine")
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    (inside / "0123456789abcdef.1.safetensors").symlink_to(outside)
+    with _agents() as agents, speaking_for(agents[0]):
+        table = rpc.remote("worker1", tensor_of, args=(1, 2))
+        args = ((str(inside), {}), "0123456789abcdef", 1, 2, [("table", table)], 5.0)
+        with pytest.raises(StorageFailed):
+            rpc.rpc_sync("worker1", rpc_calls.write, args=args)
+    assert outside.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        lambda nodes, tensors, part: (nodes, tensors, ([("../../precious", 5)], *part[1:])),
+        lambda nodes, tensors, part: (
+            nodes,
+            {"here": next(iter(tensors.values()))},
+            (part[0], ["here"], *part[2:]),
+        ),
+        lambda nodes, tensors, part: (nodes, tensors, (*part[:3], part[3] + 1_000_000, *part[4:])),
+        lambda nodes, tensors, part: ({**nodes, "more": 5}, tensors, part),
+        lambda nodes, tensors, part: ({"table": {"tensor": "nowhere"}}, tensors, part),
+        lambda nodes, tensors, part: (nodes, tensors, (*part[:6], part[6][:0])),
+    ],
+)
+def test_a_hostile_owner(tmp_path, monkeypatch, lie):
+    """Nothing that it says makes a checkpoint that does not load, or removes what is not the save's."""
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    path = tmp_path / "a" / "b"
+    with _agents() as agents, speaking_for(agents[0]):
+        table = rpc.remote("worker1", tensor_of, args=(1, 2))
+        checkpoint.save({"table": table, "here": torch.ones(2)}, path)
+        files = files_in(path)
+        ask = rpc_saving.ask_owners
+
+        def asked(*args):
+            outcome = ask(*args)
+            for owner, result in outcome.results.items():
+                outcome.results[owner] = lie(*result)
+            return outcome
+
+        monkeypatch.setattr(rpc_saving, "ask_owners", asked)
+        with pytest.raises(CheckpointError):
+            checkpoint.save({"table": table, "here": torch.zeros(2)}, path)
+    assert precious.read_text() == "mine"
+    assert files_in(path) == files
+    same(checkpoint.read(path), {"table": tensor_of(1, 2), "here": torch.ones(2)})

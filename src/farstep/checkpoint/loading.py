@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+from farstep.checkpoint.elsewhere import target_of
 from farstep.checkpoint.filling import Filling, Report, fresh_state
 from farstep.checkpoint.ranks import Ranks
 from farstep.checkpoint.reading import read_into, reads_for
@@ -52,7 +53,8 @@ def load(
     written, on all ranks.
     """
     ranks = Ranks(group, no_dist, rpc_timeout)
-    storage, manifest = opened_by_all(storage_of(path, storage_options), ranks, verify)
+    given = storage_of(path, storage_options)
+    storage, manifest = opened_by_all(given, ranks, verify)
     doing = f"loading from {storage}"
     filling: Filling | None = None
     with ranks.all_or_none(doing):
@@ -63,7 +65,7 @@ def load(
     if filling.references or filling.spread_optimizers:
         from farstep.checkpoint.rpc_loading import OwnersLoad
 
-        owners = OwnersLoad(filling, storage, manifest, strict, convert_dtype, rename, verify, ranks.rpc_timeout)  # fmt: skip
+        owners = OwnersLoad(filling, target_of(given), storage, manifest, strict, convert_dtype, rename, verify, ranks.rpc_timeout)  # fmt: skip
     with ranks.all_or_none(doing), owners or nullcontext():
         threads = max(1, storage.threads // ranks.count)
         reads = reads_for(manifest, filling.wanted)

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from farstep.checkpoint.collecting import Collected, collected
 from farstep.checkpoint.elsewhere import Target
 from farstep.checkpoint.filling import Filling
-from farstep.checkpoint.loading import manifest_of
 from farstep.checkpoint.manifest import Manifest
 from farstep.checkpoint.ranks import Ranks
 from farstep.checkpoint.reading import read_into, reads_for
 from farstep.checkpoint.renaming import Rename
+from farstep.checkpoint.sources import reading, source_of
 from farstep.checkpoint.storage import Storage, storage_of
 from farstep.checkpoint.stored_values import read_values
 from farstep.checkpoint.tree import decode
@@ -122,8 +122,7 @@ def prepare(
     """Look whether these fit. Nothing is read yet, but for the manifest. Returns what `fill` and `commit` take, and the report."""
     if rename is not None and not isinstance(rename, Mapping):
         raise CheckpointError("names to rename come as a mapping")
-    storage = storage_of(*_checked(target))
-    manifest = _opened(storage, save)
+    storage, manifest = _opened(target, save, verify)
     values = {name: _value(name, rref) for name, rref in entries}
     filling = Filling(storage, manifest, Ranks(alone=True), strict, convert_dtype, rename)
     filling.prepare(values)
@@ -135,7 +134,7 @@ def prepare(
 def fill(load: RRef[_Load], timeout_s: float) -> None:
     """Read into the memory of the tensors."""
     this = _load(load)
-    with _told_of("reading", this.storage):
+    with reading(this.storage):
         reads = reads_for(this.manifest, this.filling.wanted)
         threads = this.storage.threads
         read_into(this.storage, this.manifest, reads, verify=this.verify, progress=_within(timeout_s), threads=threads)  # fmt: skip
@@ -151,10 +150,9 @@ def read_states(
     target: Target, save: str, states: Mapping[str, tuple[str, Any]], verify: bool, timeout_s: float
 ) -> dict[str, RRef[Any]]:
     """New memory with the states of these parameters, each of which comes with its name in the checkpoint and its node."""
-    storage = storage_of(*_checked(target))
-    manifest = _opened(storage, save)
+    storage, manifest = _opened(target, save, verify)
     saved = {name: decode(node, place) for name, (place, node) in states.items()}
-    with _told_of("reading", storage):
+    with reading(storage):
         found = read_values(storage, manifest, saved, verify=verify, progress=_within(timeout_s))
     return {name: RRef(each) for name, each in found.items()}
 
@@ -166,14 +164,14 @@ def _load(load: RRef[_Load]) -> _Load:
     return this
 
 
-def _opened(storage: Storage, save: str) -> Manifest:
-    manifest = manifest_of(storage)
+def _opened(target: Target, save: str, verify: bool) -> tuple[Storage, Manifest]:
+    storage, manifest = source_of(storage_of(*_checked(target)), verify)
     if manifest.save != save:
         raise CheckpointError(
             f"{storage} has another checkpoint on worker {current_agent().info.name!r} than where it is loaded: a new one was saved there meanwhile, or "
             f"the workers do not share that directory"
         )
-    return manifest
+    return storage, manifest
 
 
 # -- both -------------------------------------------------------------------------------------------------

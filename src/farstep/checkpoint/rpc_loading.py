@@ -9,7 +9,7 @@ from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
 
 from farstep.checkpoint import rpc_calls
-from farstep.checkpoint.elsewhere import agent_of, by_owner, failure, target_of
+from farstep.checkpoint.elsewhere import Target, agent_of, by_owner, failure
 from farstep.checkpoint.filling import Filling
 from farstep.checkpoint.manifest import Manifest
 from farstep.checkpoint.renaming import Place, Rename, new_name
@@ -34,6 +34,7 @@ class OwnersLoad:
     def __init__(
         self,
         filling: Filling,
+        target: Target,
         storage: Storage,
         manifest: Manifest,
         strict: bool,
@@ -44,7 +45,7 @@ class OwnersLoad:
     ) -> None:
         self._filling, self._storage, self._manifest = filling, storage, manifest
         self._strict, self._convert_dtype, self._rename, self._verify = strict, convert_dtype, rename, verify
-        self._target = target_of(storage)
+        self._target = target
         self._agent: Agent = (
             agent_of(filling.references)
             if filling.references
