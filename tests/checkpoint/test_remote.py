@@ -1,9 +1,11 @@
 """Checkpoints in an S3 server that runs here, in memory, and read over HTTP."""
 
 import contextlib
+import ctypes
 import functools
 import http.server
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -34,6 +36,11 @@ def _rclone():
     return str(beside) if beside.exists() else shutil.which("rclone")
 
 
+def _end_with_parent():
+    """A run that is killed leaves no server (1 is PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """(the directory whose directories are buckets, storage options)"""
@@ -55,12 +62,11 @@ def server(tmp_path_factory):
             f"127.0.0.1:{port}",
             "--auth-key",
             f"{KEY},{SECRET}",
-            "--dir-cache-time",
-            "0s",
             str(root),
         ],
         stdout=log,
         stderr=log,
+        preexec_fn=_end_with_parent,
     )
     try:
         deadline = time.monotonic() + 30
@@ -100,6 +106,11 @@ def assert_same(found, expected):
     assert torch.equal(found["big"], expected["big"])
     assert all(torch.equal(a, b) for a, b in zip(found["small"], expected["small"], strict=True))
     assert found["step"] == expected["step"]
+
+
+def somebody_else(options):
+    """A client of the same server, which shares nothing with others."""
+    return fsspec.filesystem("s3", skip_instance_cache=True, use_listings_cache=False, **options)
 
 
 def data_files(folder):
@@ -170,7 +181,7 @@ def test_small_tensors_do_not_cost_a_request_each(s3, monkeypatch):
 
 
 def test_directories(s3):
-    url, folder, options = s3
+    url, _, options = s3
     storage = RemoteStorage(url, options)
     assert storage.directories() == []
     assert storage.names() == []
@@ -182,7 +193,7 @@ def test_directories(s3):
     assert sorted(storage.directories()) == ["step1", "step10"]
     storage.at("step2").remove()  # once more
     # Somebody else's change is seen at once: nothing is remembered.
-    shutil.rmtree(folder / "step10")
+    somebody_else(options).rm(f"{url}/step10", recursive=True)
     assert storage.directories() == ["step1"]
     with pytest.raises(NoCheckpoint):
         checkpoint.read(storage.at("step2"))
@@ -232,15 +243,15 @@ def test_damage(s3):
     url, folder, options = s3
     checkpoint.save(state_of(1), url, storage_options=options)
     (name,) = data_files(folder)
-    data = (folder / name).read_bytes()
+    data, other = (folder / name).read_bytes(), somebody_else(options)
     for bad in (data[:-1], data[: len(data) // 2], b"", data[:-5] + b"x" + data[-4:]):
-        (folder / name).write_bytes(bad)
+        other.pipe_file(f"{url}/{name}", bad)
         with pytest.raises(DamagedCheckpoint, match=name):
             checkpoint.read(url, storage_options=options)
-    (folder / name).unlink()
+    other.rm_file(f"{url}/{name}")
     with pytest.raises(DamagedCheckpoint, match=f"{name}.*missing"):
         checkpoint.read(url, storage_options=options)
-    (folder / "manifest.json").unlink()
+    other.rm_file(f"{url}/manifest.json")
     with pytest.raises(NoCheckpoint, match="no checkpoint in s3://"):
         checkpoint.read(url, storage_options=options)
 
