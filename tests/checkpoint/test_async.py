@@ -15,6 +15,7 @@ import torch.distributed as dist
 from support.ranks import Ranks
 from torch import Tensor, nn
 
+import farstep.checkpoint.staging as staging_module
 from farstep.checkpoint import LocalDisk, async_save, load, read, release_staging, save
 from farstep.errors import CheckpointError, NoCheckpoint, StorageFailed
 
@@ -165,6 +166,7 @@ def test_progress_is_told(tmp_path: Path) -> None:
 
 _EXIT = """
 import sys, time, torch
+import farstep.checkpoint.staging as staging_module
 from farstep.checkpoint import LocalDisk, async_save
 class Slow(LocalDisk):
     def create(self, name, nbytes):
@@ -246,6 +248,31 @@ def test_an_error_on_one_rank_is_heard_of_by_all(pair: Ranks, tmp_path: Path) ->
     first, second = pair.run(_one_disk_fails, str(tmp_path))
     assert "rank 1" in first[-1]
     assert "nobody had waited" in second[-1]
+
+
+def _no_room(path: str) -> str:
+    rank = dist.get_rank()
+    save({"a": torch.ones(3)}, path)
+    if rank == 1:
+        release_staging()
+        staging_module.mmap.mmap = _refused  # type: ignore[assignment,misc]
+    handle = async_save({"a": torch.zeros(3), f"own{rank}": torch.zeros(2 << 20)}, path)
+    with pytest.raises(CheckpointError, match="there is no room for a copy") as caught:
+        handle.wait(30)
+    state = {"a": torch.zeros(3)}
+    load(state, path)
+    assert (state["a"] == 1).all()
+    return str(caught.value)
+
+
+def _refused(*_: Any, **__: Any) -> Any:
+    raise OSError(12, "Cannot allocate memory")
+
+
+def test_a_rank_that_has_no_room_for_a_copy(tmp_path: Path) -> None:
+    with Ranks(2) as ranks:
+        first, _ = ranks.run(_no_room, str(tmp_path))
+    assert "because of rank 1" in first
 
 
 def _alone(path: str) -> None:

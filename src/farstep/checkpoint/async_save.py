@@ -15,7 +15,7 @@ from farstep.checkpoint.handle import SaveHandle, begin, settle
 from farstep.checkpoint.manifest import no_collector
 from farstep.checkpoint.ranks import Ranks, reached
 from farstep.checkpoint.saving import Draft, drafted, written
-from farstep.checkpoint.staging import staging
+from farstep.checkpoint.staging import Copy, staging
 from farstep.checkpoint.storage import Storage, storage_of
 from farstep.checkpoint.writing import Progress
 from farstep.errors import CheckpointError
@@ -67,15 +67,25 @@ def saved_behind(
             raise CheckpointError(
                 f"{next(iter(draft.references))!r} is owned by another worker, which does not copy it aside: save() saves such a state. Nothing has been saved"
             )
-        with ranks.all_or_none(draft.doing):
+        # No rank waits here for the copies of the others: that one could not be made is told in the background.
+        copy: Copy | None = None
+        error: Exception | None = None
+        try:
             copy = staging.copy(draft.writes, ranks.count)
+        except Exception as exc:
+            error = exc
+        total = sum(each.tensor.nbytes for each in draft.writes)
         draft = replace(draft, ranks=_behind(ranks), writes=())
 
         def work(told: Progress) -> None:
+            with draft.ranks.all_or_none(draft.doing):
+                if error is not None:
+                    raise error
+            assert copy is not None
             draft.writes = copy.writes()
             write(draft, told)
 
-        return begin(str(storage), copy.nbytes, work, progress)
+        return begin(str(storage), total, work, progress)
 
 
 def _behind(ranks: Ranks) -> Ranks:

@@ -167,10 +167,14 @@ def _agreed(found: Collected, ranks: Ranks, doing: str) -> tuple[Any, dict[str, 
                 raise _differ(name, known, description, holders[name][0], rank)
             if known[3] is None:
                 first[name] = description
-    return tree, {
-        name: _held_by(Spread(shape, dtype, *columns), holders[name])
-        for name, (shape, dtype, columns, _) in first.items()
-    }
+    known_spreads: dict[Any, Spread] = {}  # models have many tensors of a few shapes
+    agreed = {}
+    for name, (shape, dtype, columns, _) in first.items():
+        key = (shape, dtype, *(column.tobytes() for column in columns), *holders[name])
+        if key not in known_spreads:
+            known_spreads[key] = _held_by(Spread(shape, dtype, *columns), holders[name])
+        agreed[name] = known_spreads[key]
+    return tree, agreed
 
 
 def _described(tensors: Mapping[str, Shards], ranks: Ranks) -> dict[str, Any]:

@@ -65,7 +65,6 @@ class Copy:
 
     def __init__(self, writes: list[Write], at: list[int], memory: list[Tensor]) -> None:
         self._writes, self._at, self._memory = writes, at, memory
-        self.nbytes = sum(each.tensor.nbytes for each in writes)
 
     def writes(self) -> list[Write]:
         """The same writes, of the copies, each as one row. After this the tensors themselves are let go."""
