@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farstep.errors import OptimError
+from farstep.state.kept import keep
 
 __all__ = ["coefficient_of", "total_norm"]
 
@@ -38,6 +39,7 @@ def total_norm(
     if dist.is_initialized() and dist.get_world_size(group) > 1:
         kind = dist.ReduceOp.MAX if is_max else dist.ReduceOp.MIN if is_min else dist.ReduceOp.SUM
         try:
+            keep(own)
             dist.all_reduce(own, kind, group)
         except RuntimeError as exc:
             raise OptimError(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from farstep.errors import OptimError
 from farstep.optim.partition import Piece
+from farstep.state.kept import keep
 
 __all__ = ["BROKEN", "Gather", "Live", "Rounds", "Transport", "in_place", "pack", "room_for"]
 
@@ -198,6 +199,7 @@ class Transport:
         device = torch.device("cpu" if "gloo" in dist.get_backend(self._group) else "cuda")
         mine = torch.tensor(own, dtype=torch.int64, device=device)
         found = [torch.empty_like(mine) for _ in range(self._ranks)]
+        keep(mine, *found)
         try:
             dist.all_gather(found, mine, self._group)
         except RuntimeError as exc:

@@ -24,6 +24,7 @@ from farstep.optim.partition import Extent, Segment, divide
 from farstep.optim.transport import Rounds, Transport
 from farstep.state import Box, Shards, Spread, flat_boxes
 from farstep.state.council import agree
+from farstep.state.kept import keep
 from farstep.state.neighbours import Neighbours
 
 __all__ = ["STEP", "Census", "Notes", "Update", "Zero"]
@@ -244,6 +245,7 @@ class Zero:
         flags = [notes.error is not None, notes.found_inf, notes.has_hooks]
         said = [*has, *is_sparse, *self._stale(), *changed, *flags, digest, digest * digest]
         counts = torch.tensor(said, dtype=torch.int64, device=device)
+        keep(counts)
         try:
             dist.all_reduce(counts, group=self._group)
         except RuntimeError as exc:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from farstep.errors import ExchangeError
 from farstep.state.arrays import Ints
+from farstep.state.kept import keep
 from farstep.state.local import Local
 
 __all__ = ["Agreement"]
@@ -56,6 +57,7 @@ class Agreement:
         wrong = self._mismatch(local, heard[:, 1:], settings)
         # Of two ranks that differ only the one that is to receive sees it; and the others would begin.
         most = torch.tensor([wrong is not None, most_messages], dtype=torch.int64)
+        keep(most)
         self._done(lambda: dist.all_reduce(most, dist.ReduceOp.MAX, self.group, async_op=True), self.timeout)
         if wrong is not None:
             raise ExchangeError(f"nothing was exchanged: {wrong}. {SAME}")
@@ -92,6 +94,7 @@ class Agreement:
             told = f"{type(failure).__name__}: {failure}".encode()[:_TEXT_BYTES]
             mine[: len(told)] = torch.tensor(list(told), dtype=torch.uint8)
         every = [torch.empty_like(mine) for _ in range(self.ranks)]
+        keep(mine, *every)
         self._done(lambda: dist.all_gather(every, mine, self.group, async_op=True), self.timeout)
         if failure is not None:
             raise failure
@@ -99,6 +102,7 @@ class Agreement:
         raise ExchangeError(f"{what.format(', '.join(map(self.name, failed)))}: {text}")
 
     def _all_to_all(self, heard: Tensor, told: Tensor, timeout: timedelta | None) -> None:
+        keep(heard, told)
         self._done(lambda: dist.all_to_all_single(heard, told, group=self.group, async_op=True), timeout)
 
     def _done(self, begin: Callable[[], dist.Work | None], timeout: timedelta | None) -> None:

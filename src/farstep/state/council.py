@@ -14,6 +14,7 @@ from torch import Tensor
 
 from farstep.errors import ExchangeError, FarstepError, StateError, StateMismatch
 from farstep.state.adapters.ranks import Group, own_rank, size_of
+from farstep.state.kept import keep
 
 __all__ = ["Settings", "agree", "everyones", "firsts", "gathered", "mark_of"]
 
@@ -83,6 +84,7 @@ def firsts(
         else torch.empty(length, dtype=torch.uint8)
     )
     sent = sent.to(_device(group))
+    keep(sent)
     with _waiting(group, doing, kind):
         dist.broadcast(sent, group=group, group_src=0)
     return _unpickled([sent.cpu().numpy().tobytes()], group, doing, kind)[0]
@@ -123,8 +125,10 @@ def _rows(
     act = mark_of(f"{doing} {settings}".encode())
     mine = torch.tensor([error is not None, *act, *mark], dtype=torch.uint8, device=_device(group))
     every = torch.empty(size_of(group), len(mine), dtype=torch.uint8, device=mine.device)
+    parts = every.unbind()
+    keep(mine, *parts)
     with _waiting(group, doing, kind):
-        dist.all_gather(list(every.unbind()), mine, group=group)
+        dist.all_gather(list(parts), mine, group=group)
     rows = every.cpu()
     if rows[:, 0].any():
         mismatch = isinstance(error, StateMismatch)
