@@ -6,24 +6,11 @@ import torch.distributed as dist
 from state import training
 from state.holdings import Net
 from state.training import KINDS, Trained, reference
-from support.ranks import Ranks
 from torch import nn
 
 from farstep import checkpoint
 from farstep.checkpoint import PerRank
 from farstep.errors import CheckpointError, CheckpointMismatch
-
-
-@pytest.fixture(scope="module")
-def two():
-    with Ranks(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def four():
-    with Ranks(4) as ranks:
-        yield ranks
 
 
 def close(found, wanted, what):

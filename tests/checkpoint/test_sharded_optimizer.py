@@ -8,7 +8,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from state.holdings import Net
 from state.training import Ddp, Flat, FlatOriginal, Fsdp2, Plain, Strips, Tp, Trained, TwoD, Zero, reference
-from support.ranks import Ranks
 from torch import nn
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
@@ -40,18 +39,6 @@ class Alone(Trained):
 
 
 BY_TORCH = [Plain, Ddp, Fsdp2, Tp, TwoD, Flat, FlatOriginal]
-
-
-@pytest.fixture(scope="module")
-def two():
-    with Ranks(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def four():
-    with Ranks(4) as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="module")

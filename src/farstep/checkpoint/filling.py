@@ -14,16 +14,15 @@ from farstep.checkpoint.filling_optimizers import OptimizerFilling
 from farstep.checkpoint.manifest import Manifest, TensorInfo
 from farstep.checkpoint.objects import Optimizer, models_in, module_state, owner_of
 from farstep.checkpoint.ranks import Ranks
+from farstep.checkpoint.reading import Wanted
 from farstep.checkpoint.renaming import Index, Place, Rename
 from farstep.checkpoint.storage import Storage
 from farstep.checkpoint.tree import PerRank, TensorAt, decode, joined
 from farstep.errors import CheckpointMismatch, DamagedCheckpoint
 from farstep.state import Box, Shards, shards_of
 
-__all__ = ["Filling", "Report", "Wanted", "fresh_state"]
+__all__ = ["Filling", "Report"]
 
-Wanted = dict[str, tuple[str, Sequence[Box], Sequence[Tensor]]]
-"""Any label -> a tensor of the checkpoint, the boxes of it that are wanted, and memory for each."""
 _SHOWN = 10
 
 
@@ -352,34 +351,6 @@ class _Later:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-
-
-def fresh_state(manifest: Manifest, names: Callable[[str], bool] | None) -> tuple[Any, Wanted]:
-    """All that a checkpoint has, with new memory for its tensors. Those whose names are not wanted are left out."""
-    wanted: Wanted = {}
-    made: dict[str, Tensor] = {}
-
-    def built(saved: Any) -> Any:
-        if isinstance(saved, TensorAt):
-            if saved.name not in manifest.tensors:
-                raise DamagedCheckpoint(f"the manifest has no tensor {saved.name!r}, which its tree names")
-            if saved.name not in made:
-                info = manifest.tensors[saved.name]
-                made[saved.name] = torch.empty(info.shape, dtype=info.dtype)
-                wanted[saved.name] = saved.name, [Box.whole(info.shape)], [made[saved.name]]
-            return made[saved.name]
-        if isinstance(saved, PerRank):
-            return built(saved.value)
-        if isinstance(saved, dict):
-            return {key: built(each) for key, each in saved.items() if not _left_out(each)}
-        if isinstance(saved, list | tuple):
-            return type(saved)(built(each) for each in saved if not _left_out(each))
-        return saved
-
-    def _left_out(saved: Any) -> bool:
-        return names is not None and isinstance(saved, TensorAt) and not names(saved.name)
-
-    return built(decode(manifest.tree)), wanted
 
 
 def _has_state(value: Any) -> bool:

@@ -8,12 +8,13 @@ from contextlib import nullcontext
 from typing import Any
 
 from farstep.checkpoint.elsewhere import target_of
-from farstep.checkpoint.filling import Filling, Report, fresh_state
+from farstep.checkpoint.filling import Filling, Report
 from farstep.checkpoint.ranks import Ranks
-from farstep.checkpoint.reading import read_into, reads_for
 from farstep.checkpoint.renaming import Rename
-from farstep.checkpoint.sources import manifest_of, opened_by_all, reading, source_of
+from farstep.checkpoint.sources import fill, manifest_of, opened_by_all, source_of
 from farstep.checkpoint.storage import Storage, storage_of
+from farstep.checkpoint.stored_values import read_values
+from farstep.checkpoint.tree import decode
 from farstep.checkpoint.writing import Progress
 from farstep.state.adapters.ranks import Group
 
@@ -67,10 +68,7 @@ def load(
 
         owners = OwnersLoad(filling, target_of(given), storage, manifest, strict, convert_dtype, rename, verify, ranks.rpc_timeout)  # fmt: skip
     with ranks.all_or_none(doing), owners or nullcontext():
-        threads = max(1, storage.threads // ranks.count)
-        reads = reads_for(manifest, filling.wanted)
-        with reading(storage):
-            read_into(storage, manifest, reads, verify=verify, progress=progress, threads=threads)
+        fill(storage, manifest, filling.wanted, ranks=ranks.count, verify=verify, progress=progress)
         filling.finish()
     if owners is not None:
         owners.commit()
@@ -91,7 +89,6 @@ def read(
     This process reads it by itself. Of what each rank had for itself, the first rank's.
     """
     storage, manifest = source_of(storage_of(path, storage_options), verify)
-    state, wanted = fresh_state(manifest, names)
-    with reading(storage):
-        read_into(storage, manifest, reads_for(manifest, wanted), verify=verify, progress=progress, threads=storage.threads)  # fmt: skip
-    return state
+    return read_values(
+        storage, manifest, decode(manifest.tree), names=names, verify=verify, progress=progress
+    )

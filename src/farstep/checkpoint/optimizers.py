@@ -14,9 +14,8 @@ from farstep.checkpoint.filling_optimizers import OptimizerFilling
 from farstep.checkpoint.manifest import Manifest
 from farstep.checkpoint.objects import Owner
 from farstep.checkpoint.ranks import Ranks
-from farstep.checkpoint.reading import read_into, reads_for
 from farstep.checkpoint.renaming import Place, Rename
-from farstep.checkpoint.sources import opened_by_all
+from farstep.checkpoint.sources import fill, opened_by_all
 from farstep.checkpoint.storage import Storage, storage_of
 from farstep.checkpoint.tree import children, decode, is_container, joined
 from farstep.checkpoint.writing import Progress
@@ -64,9 +63,7 @@ def load_optimizer(
         filling.prepare(strict, convert_dtype)
     assert filling is not None
     with ranks.all_or_none(doing):
-        threads = max(1, storage.threads // ranks.count)
-        reads = reads_for(manifest, filling.wanted)
-        read_into(storage, manifest, reads, verify=verify, progress=progress, threads=threads)
+        fill(storage, manifest, filling.wanted, ranks=ranks.count, verify=verify, progress=progress)
         filling.finish()
     filling.commit()
     return Report(filling.missing, filling.unexpected)

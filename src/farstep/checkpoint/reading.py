@@ -31,6 +31,9 @@ _ASIDE_BYTES = 8 << 20
 _THREAD_BYTES = 8 << 20
 """Of less than this a second thread is not worth its start."""
 
+Wanted = dict[str, tuple[str, Sequence[Box], Sequence[Tensor]]]
+"""Any label -> a tensor of the checkpoint, the boxes of it that are wanted, and memory for each."""
+
 
 class Read(NamedTuple):
     """`region` of a stored box, as seen from the box's beginning, into a tensor of that shape. Another dtype is converted to."""

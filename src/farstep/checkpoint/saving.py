@@ -30,7 +30,7 @@ from farstep.errors import CheckpointError, DamagedCheckpoint, StorageFailed
 from farstep.state import Layout, Shards, Spread
 from farstep.state.adapters.ranks import Group
 
-__all__ = ["Draft", "drafted", "save", "written"]
+__all__ = ["Draft", "drafted", "is_in_place", "save", "written"]
 
 _COMPARED_BYTES = 64 << 10
 
@@ -123,7 +123,7 @@ def written(draft: Draft, progress: Progress | None) -> None:
                         Manifest.decode(manifest, str(storage))  # parts of it are what others say
                     storage.replace(MANIFEST, manifest)
         except BaseException:
-            if (part is not None or draft.references) and not _is_in_place(storage, save):
+            if (part is not None or draft.references) and not is_in_place(storage, save):
                 _forget(storage, [name for name, _ in part.files] if part is not None else [])
                 if draft.references:
                     _forget_save(storage, save)
@@ -304,7 +304,7 @@ def _told_of(storage: Storage) -> Iterator[None]:
         raise failed from exc
 
 
-def _is_in_place(storage: Storage, save: str) -> bool:
+def is_in_place(storage: Storage, save: str) -> bool:
     """Whether a save that failed has become the checkpoint all the same; if that cannot be told, it may have."""
     try:
         return Manifest.decode(storage.read(MANIFEST), str(storage)).save == save

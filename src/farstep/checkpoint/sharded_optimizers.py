@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farstep.checkpoint.filling import Wanted
 from farstep.checkpoint.manifest import Manifest, TensorInfo
 from farstep.checkpoint.ranks import Ranks
-from farstep.checkpoint.reading import read_into, reads_for
-from farstep.checkpoint.sources import opened_by_all
+from farstep.checkpoint.reading import Wanted
+from farstep.checkpoint.sources import fill, opened_by_all
 from farstep.checkpoint.storage import Storage, storage_of
 from farstep.checkpoint.tree import PerRank, TensorAt, children, decode, is_container
 from farstep.errors import CheckpointError, CheckpointMismatch
@@ -51,8 +50,7 @@ def load_sharded_optimizer_state_dict(
         making = _Making(model_state_dict, manifest)
         result = {optimizer_key: making.built(_node(manifest, storage, optimizer_key), optimizer_key)}
         making.check(optimizer_key)
-        threads = max(1, storage.threads // ranks.count)
-        read_into(storage, manifest, reads_for(manifest, making.wanted), threads=threads)
+        fill(storage, manifest, making.wanted, ranks=ranks.count)
     return result
 
 

@@ -16,13 +16,22 @@ from farstep.checkpoint.huggingface import INDEX, open_safetensors
 from farstep.checkpoint.local_disk import LocalDisk
 from farstep.checkpoint.manifest import MANIFEST, Manifest, is_ours
 from farstep.checkpoint.ranks import Ranks
-from farstep.checkpoint.reading import Files, Read, Reader, planned
+from farstep.checkpoint.reading import Files, Read, Reader, Wanted, planned, read_into, reads_for
 from farstep.checkpoint.storage import Storage
-from farstep.checkpoint.writing import Tally
+from farstep.checkpoint.writing import Progress, Tally
 from farstep.errors import CheckpointError, DamagedCheckpoint, NoCheckpoint, StorageFailed
 from farstep.state import Box
 
-__all__ = ["Source", "StoredTensor", "format_of", "manifest_of", "opened_by_all", "reading", "source_of"]
+__all__ = [
+    "Source",
+    "StoredTensor",
+    "fill",
+    "format_of",
+    "manifest_of",
+    "opened_by_all",
+    "reading",
+    "source_of",
+]
 
 _ZIP = b"PK\x03\x04"
 
@@ -80,6 +89,21 @@ def reading(storage: Storage) -> Iterator[None]:
         failed = StorageFailed(f"reading {storage} failed: {exc}")
         failed.errno = exc.errno
         raise failed from exc
+
+
+def fill(
+    storage: Storage,
+    manifest: Manifest,
+    wanted: Wanted,
+    *,
+    ranks: int = 1,
+    verify: bool = True,
+    progress: Progress | None = None,
+) -> None:
+    """Read all that is wanted, with this rank's share of the threads that the storage bears."""
+    with reading(storage):
+        threads = max(1, storage.threads // ranks)
+        read_into(storage, manifest, reads_for(manifest, wanted), verify=verify, progress=progress, threads=threads)  # fmt: skip
 
 
 def source_of(storage: Storage, verify: bool = True) -> tuple[Storage, Manifest]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from farstep.checkpoint.manifest import Manifest
-from farstep.checkpoint.reading import read_into, reads_for
+from farstep.checkpoint.reading import Wanted
+from farstep.checkpoint.sources import fill
 from farstep.checkpoint.storage import Storage
 from farstep.checkpoint.tree import PerRank, TensorAt
 from farstep.checkpoint.writing import Progress
@@ -23,10 +25,11 @@ def read_values(
     manifest: Manifest,
     saved: Any,
     *,
+    names: Callable[[str], bool] | None = None,
     verify: bool = True,
     progress: Progress | None = None,
 ) -> Any:
-    """What `decode` gave, its tensors read."""
+    """What `decode` gave, its tensors read. Those whose names are not wanted are left out."""
     made: dict[str, Tensor] = {}
 
     def built(value: Any) -> Any:
@@ -40,12 +43,15 @@ def read_values(
         if isinstance(value, PerRank):
             return built(value.value)
         if isinstance(value, dict):
-            return {key: built(each) for key, each in value.items()}
+            return {key: built(each) for key, each in value.items() if is_wanted(each)}
         if isinstance(value, list | tuple):
-            return type(value)(built(each) for each in value)
+            return type(value)(built(each) for each in value if is_wanted(each))
         return value
 
+    def is_wanted(value: Any) -> bool:
+        return names is None or not isinstance(value, TensorAt) or names(value.name)
+
     found = built(saved)
-    wanted = {name: (name, [Box.whole(tensor.shape)], [tensor]) for name, tensor in made.items()}
-    read_into(storage, manifest, reads_for(manifest, wanted), verify=verify, progress=progress, threads=storage.threads)  # fmt: skip
+    wanted: Wanted = {name: (name, [Box.whole(tensor.shape)], [tensor]) for name, tensor in made.items()}
+    fill(storage, manifest, wanted, verify=verify, progress=progress)
     return found

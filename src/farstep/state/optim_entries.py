@@ -28,7 +28,6 @@ __all__ = [
     "ranks_named",
     "taken_apart",
     "union",
-    "unlike",
 ]
 
 
@@ -176,11 +175,6 @@ def digest(tensor: Tensor) -> str:
     """The same for the same shape and bits."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.blake2b(flat.numpy().data, digest_size=16).hexdigest()
-
-
-def unlike(a: Any, b: Any) -> bool:
-    """Whether two options differ."""
-    return not same(a, b)
 
 
 def ranks_named(ranks: Sequence[int]) -> str:

@@ -16,9 +16,10 @@ from farstep.state.adapters.ranks import Group, own_rank, size_of
 from farstep.state.box import Box
 from farstep.state.council import Settings, everyones, firsts
 from farstep.state.layout import Spread
-from farstep.state.optim_entries import Number, RankOwned, label, ranks_named, union, unlike
+from farstep.state.optim_entries import Number, RankOwned, label, ranks_named, union
 from farstep.state.optim_forms import is_nothing, no_state, parts_of
 from farstep.state.optim_schema import options_of
+from farstep.state.same import same
 from farstep.state.samples import samples_of
 from farstep.state.shards import Part, Shards
 
@@ -184,7 +185,7 @@ def _by_own_names(
         first = names.setdefault(name, old)
         if first == old:
             yield name, values
-        elif values is not state[first] and unlike(state[first], values):
+        elif values is not state[first] and not same(state[first], values):
             raise StateMismatch(
                 f"{first!r} and {old!r} of the state are one parameter here, {name!r}, and have different state; nothing has been loaded"
             )
@@ -375,7 +376,7 @@ def _check_groups(
         )
     for number, (one, other) in enumerate(zip(ours or (), theirs or (), strict=True)):
         for key in union([one, other]):
-            if key not in one or key not in other or unlike(one[key], other[key]):
+            if key not in one or key not in other or not same(one[key], other[key]):
                 raise StateMismatch(
                     f"different states were given: {key!r} of group {number} differs between {we} and {they}; nothing has been loaded"
                 )

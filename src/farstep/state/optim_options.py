@@ -9,9 +9,10 @@ from torch.optim import Optimizer
 
 from farstep.errors import StateMismatch
 from farstep.state.known import OF_SCHEDULES, is_torchs, options_of_torchs
-from farstep.state.optim_entries import union, unlike
+from farstep.state.optim_entries import union
 from farstep.state.optim_roster import Roster, Seated, SeatGroup
 from farstep.state.optim_schema import options_of
+from farstep.state.same import same
 
 __all__ = ["check_names", "options_for", "stepper_of"]
 
@@ -82,7 +83,7 @@ def options_for(
         differing = [
             key
             for key in union([options, theirs])
-            if key not in options or key not in theirs or unlike(options[key], theirs[key])
+            if key not in options or key not in theirs or not same(options[key], theirs[key])
         ]
         refused = [key for key in differing if strict and not _is_label(stepper, key)]
         if refused:

@@ -13,11 +13,12 @@ import xxhash
 
 from farstep.checkpoint.manifest import BLOCK_BYTES, MANIFEST, Boxes, File, Manifest, data_file, is_ours
 from farstep.checkpoint.memory import bytes_of
+from farstep.checkpoint.saving import is_in_place
 from farstep.checkpoint.storage import Storage
 from farstep.checkpoint.tools.contents import contents_of, opened_own, storage_at
 from farstep.checkpoint.tools.streaming import Piece, batches, fetched, one_ahead
 from farstep.checkpoint.writing import Progress, Tally, Write, header
-from farstep.errors import CheckpointError, DamagedCheckpoint
+from farstep.errors import CheckpointError
 from farstep.state import Box
 from farstep.state.sweep import Ints
 
@@ -126,7 +127,7 @@ class _Writer:
             made = self._described([each for each in parts if each], files, ats, checksums, ranks)
             self._into.replace(MANIFEST, made.encode())
         except BaseException:
-            if not self._is_in_place():
+            if not is_in_place(self._into, self._save):
                 self._into.delete(file.name for file in files)
             raise
         return made
@@ -177,15 +178,6 @@ class _Writer:
         )
         sums = np.array([each for part in checksums for each in part], dtype=np.uint64)
         return Manifest(self._save, ranks, files, old.tree, old.tensors, boxes, sums)
-
-    def _is_in_place(self) -> bool:
-        """Whether it has become the checkpoint, though something failed. If that cannot be told, it may have."""
-        try:
-            return Manifest.decode(self._into.read(MANIFEST), str(self._into)).save == self._save
-        except (FileNotFoundError, DamagedCheckpoint):
-            return False
-        except Exception:
-            return True
 
 
 class _Blocks:

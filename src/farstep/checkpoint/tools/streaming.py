@@ -9,9 +9,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from farstep.checkpoint.filling import Wanted
 from farstep.checkpoint.manifest import Manifest
-from farstep.checkpoint.reading import read_into, reads_for
+from farstep.checkpoint.reading import Wanted, read_into, reads_for
 from farstep.checkpoint.storage import Storage
 from farstep.state import Box
 from farstep.state.messages import pieces
