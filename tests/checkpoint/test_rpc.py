@@ -13,6 +13,8 @@ from torch import nn
 
 from farstep import autograd, checkpoint, rpc
 from farstep.checkpoint import rpc_calls, rpc_saving
+from farstep.checkpoint.ranks import Ranks
+from farstep.checkpoint.saving import drafted, written
 from farstep.errors import (
     CheckpointError,
     CheckpointMismatch,
@@ -174,6 +176,49 @@ def _round_trip(path):
     same(alone.content(), before)
 
 
+def _in_the_background(path):
+    """What is saved is what was there when the call returned, on every owner."""
+    one = Training(["worker1", "worker0"], seed=1)
+    one.train(2)
+    for _ in range(2):  # the second time in the memory of the first
+        before = one.content()
+        handle = checkpoint.async_save(one.state, path)
+        one.train(1)
+        rpc.rpc_sync("worker1", emptied, args=(one.table,))
+        handle.wait(20)
+        assert handle.done()
+        same(checkpoint.read(path), before)
+    other = Training(["worker2", "worker1"], seed=4)
+    checkpoint.load(other.state, path)
+    same(other.content(), before)
+    manager = checkpoint.CheckpointManager(path + "-many", keep_last=1, rpc_timeout=20)
+    for step in range(2):
+        handle = manager.async_save(other.state, step)
+    handle.wait(20)
+    assert manager.steps() == [1]
+    assert manager.resume(one.state) == 1
+    same(one.content(), before)
+
+
+def emptied(rref):
+    rref.local_value().zero_()
+
+
+def _staged_twice(path):
+    """A copy is written once, and is no other thing that a caller has a reference of."""
+    table = rpc.remote("worker1", tensor_of, args=(1, 3, 5))
+    staged = rpc.rpc_sync("worker1", rpc_calls.stage, args=([("t", table)], set(), 5.0))
+    Path(path).mkdir()
+    args = ((path, {}), "0" * 16, 1, 2)
+    rpc.rpc_sync("worker1", rpc_calls.write_staged, args=(*args, staged, 5.0))
+    with refused(CheckpointError, "written already"):
+        rpc.rpc_sync("worker1", rpc_calls.write_staged, args=(*args, staged, 5.0))
+    with refused(CheckpointError, "a Tensor is no staged"):
+        rpc.rpc_sync("worker1", rpc_calls.write_staged, args=(*args, table, 5.0))
+    with refused(CheckpointError, "16 hexadecimal digits"):
+        rpc.rpc_sync("worker1", rpc_calls.write_staged, args=((path, {}), "../x", 1, 2, staged, 5.0))
+
+
 def _with_and_without_workers(path):
     """What a DistributedOptimizer saved loads into an ordinary optimizer, and the other way round."""
     one = Training(["worker1", "worker2"], seed=1)
@@ -270,8 +315,14 @@ def _mistakes(path):
         checkpoint.load(one.state, path)
     with refused(CheckpointError, "other workers cannot be told of"):
         checkpoint.save(one.state, _Mine(path))
-    with refused(CheckpointError, "save\\(\\) saves such a state"):
-        checkpoint.async_save(one.state, path)
+    with refused(CheckpointError, "other workers cannot be told of"):
+        checkpoint.async_save(one.state, _Mine(path))
+    with refused(CheckpointError, "worker2", "ValueError: no state today", "Nothing has been saved"):
+        checkpoint.async_save({"model": one.stages[0], "f": failing}, path)
+    handle = checkpoint.async_save(one.state, "/proc/nowhere")
+    with refused(CheckpointError, "failed"):
+        handle.wait(20)
+    assert files_in(path) == []
 
 
 class _Mine(checkpoint.LocalDisk):
@@ -308,9 +359,28 @@ def _kill(path):
         checkpoint.save({**one.state, "dying": dying}, path)
     assert files_in(path) == files
     same(checkpoint.read(path), {"model": held(one.stages[0])})
-    with refused(CheckpointError, "worker 'worker2'", "Nothing has been"):
-        checkpoint.save(one.state, path)
+    for act in (checkpoint.save, checkpoint.async_save):
+        with refused(CheckpointError, "worker 'worker2'", "Nothing has been"):
+            act(one.state, path)
+        assert files_in(path) == files
+
+
+def _kill_before_it_writes(path):
+    """An owner that dies between its copy and its writing."""
+    one = Training(["worker1", "worker2"], seed=1)
+    checkpoint.save({"model": one.stages[0]}, path)
+    files = files_in(path)
+    draft = drafted(one.state, checkpoint.LocalDisk(path), Ranks(alone=True))
+    draft.staged = rpc_saving.staged_by_owners(draft.references, draft.copies, draft.storage, -1)
+    with pytest.raises(rpc.WorkerLost):
+        rpc.rpc_sync("worker2", die)
+    with refused(CheckpointError, "worker 'worker2'", "Nothing has been saved"):
+        written(draft, None)
     assert files_in(path) == files
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _hang(path):
@@ -342,7 +412,7 @@ class Slow(Counting):
 
 @pytest.mark.parametrize(
     "body",
-    [_round_trip, _with_and_without_workers, _names, _mistakes, _overwritten, _hang],
+    [_round_trip, _in_the_background, _staged_twice, _with_and_without_workers, _names, _mistakes, _overwritten, _hang],
     ids=lambda f: f.__name__,
 )
 def test_rpc(group, tmp_path, body):
@@ -363,9 +433,10 @@ def group(tmp_path_factory):
             worker.close()
 
 
-def test_an_owner_that_dies(workers, tmp_path):
+@pytest.mark.parametrize("body", [_kill, _kill_before_it_writes], ids=lambda f: f.__name__)
+def test_an_owner_that_dies(workers, tmp_path, body):
     group = workers(3, rpc_timeout=10)
-    group[0].run(_kill, str(tmp_path / "checkpoint"))
+    group[0].run(body, str(tmp_path / "checkpoint"))
     with pytest.raises(WorkerFailed):
         group[2].run(len, "")
 

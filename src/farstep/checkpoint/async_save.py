@@ -18,7 +18,6 @@ from farstep.checkpoint.saving import Draft, drafted, written
 from farstep.checkpoint.staging import Copy, staging
 from farstep.checkpoint.storage import Storage, storage_of
 from farstep.checkpoint.writing import Progress
-from farstep.errors import CheckpointError
 from farstep.state.adapters.ranks import Group, timeout_of
 
 __all__ = ["async_save", "saved_behind"]
@@ -36,6 +35,7 @@ def async_save(
     no_dist: bool = False,
     progress: Progress | None = None,
     storage_options: dict[str, Any] | None = None,
+    rpc_timeout: float | None = None,
 ) -> SaveHandle:
     """Save a state as `save` does, but return as soon as it has been copied; a thread writes the copy. All ranks of the group call it.
 
@@ -48,8 +48,11 @@ def async_save(
 
     `progress(bytes_done, bytes_total)` is called on the thread that writes. With several ranks the thread has a process group of its own (gloo), made at the first call for a group. Wait before
     `destroy_process_group`.
+
+    What workers of RPC own is copied aside by each owner, before this returns, and written by it in the background. `rpc_timeout` is as in `save`, for the copies and for the writing. Wait before `shutdown`.
     """
-    return saved_behind(state, storage_of(path, storage_options), Ranks(group, no_dist), progress)
+    ranks = Ranks(group, no_dist, rpc_timeout)
+    return saved_behind(state, storage_of(path, storage_options), ranks, progress)
 
 
 def saved_behind(
@@ -63,10 +66,11 @@ def saved_behind(
     with _one_call, no_collector():
         settle(ranks, f"saving into {storage}")
         draft = drafted(state, storage, ranks)
+        staged = None
         if draft.references:
-            raise CheckpointError(
-                f"{next(iter(draft.references))!r} is owned by another worker, which does not copy it aside: save() saves such a state. Nothing has been saved"
-            )
+            from farstep.checkpoint.rpc_saving import staged_by_owners
+
+            staged = staged_by_owners(draft.references, draft.copies, storage, ranks.rpc_timeout)
         # No rank waits here for the copies of the others: that one could not be made is told in the background.
         copy: Copy | None = None
         error: Exception | None = None
@@ -75,7 +79,7 @@ def saved_behind(
         except Exception as exc:
             error = exc
         total = sum(each.tensor.nbytes for each in draft.writes)
-        draft = replace(draft, ranks=_behind(ranks), writes=())
+        draft = replace(draft, ranks=_behind(ranks), writes=(), staged=staged)
 
         def work(told: Progress) -> None:
             with draft.ranks.all_or_none(draft.doing):

@@ -26,6 +26,8 @@ class Collected:
     tensors: dict[str, Shards] = field(default_factory=dict)
     references: dict[str, Any] = field(default_factory=dict)
     """What other workers own, by name; in the tree there is an `Elsewhere`."""
+    copies: set[str] = field(default_factory=set)
+    """Of the references, those of copies that were made for this and that nobody changes."""
 
 
 def collected(state: Any, ranks: Ranks) -> Collected:
@@ -33,7 +35,7 @@ def collected(state: Any, ranks: Ranks) -> Collected:
     collector = _Collector(state, ranks)
     found = collector.walk(state, "", 0)
     collector.check_references()
-    return Collected(found, collector.tensors, collector.references)
+    return Collected(found, collector.tensors, collector.references, collector.copies)
 
 
 class _Collector:
@@ -42,6 +44,7 @@ class _Collector:
         self._models = models_in(state)
         self.tensors: dict[str, Shards] = {}
         self.references: dict[str, Any] = {}
+        self.copies: set[str] = set()
         self._names: dict[Any, str] = {}
         """Of tensors that have been seen, by their memory."""
         self._taken: set[str] = set()
@@ -63,7 +66,10 @@ class _Collector:
             return Elsewhere(name)
         if spread_optimizer(value) is not None:
             self._refuse_on_many(name)
-            return self.walk(sharded_state(value, name, self._ranks.rpc_timeout), name, depth + 1)
+            known = set(self.references)
+            node = self.walk(sharded_state(value, name, self._ranks.rpc_timeout), name, depth + 1)
+            self.copies |= self.references.keys() - known
+            return node
         if isinstance(value, nn.Module):
             return self.walk(module_state(value, self._group, self._ranks.is_cut_off), name, depth + 1)
         if isinstance(value, Optimizer):

@@ -71,10 +71,12 @@ class CheckpointManager:
         group: Group = None,
         no_dist: bool = False,
         storage_options: dict[str, Any] | None = None,
+        rpc_timeout: float | None = None,
     ) -> None:
         self._storage = storage_of(directory, storage_options)
         self._retention = Retention(keep_last, keep_best, keep_every, best)
         self._monitor, self._group, self._no_dist = monitor, group, no_dist
+        self._rpc_timeout = rpc_timeout
         self._metrics: dict[int, float | None] = {}
         """Of checkpoints whose manifests have been read, or written, by this manager."""
 
@@ -113,7 +115,7 @@ class CheckpointManager:
         return saved_behind(state, storage, ranks, progress, write)
 
     def _begun(self, step: int, metric: Any) -> tuple[Storage, Ranks, dict[str, Any]]:
-        ranks = Ranks(self._group, self._no_dist)
+        ranks = Ranks(self._group, self._no_dist, self._rpc_timeout)
         info: dict[str, Any] = {}
         with ranks.all_or_none(f"saving into {self._storage}"):
             info = {"step": _checked_step(step), "metric": _metric(metric, self._monitor)}
@@ -274,6 +276,7 @@ class CheckpointManager:
         return None
 
     def _load(self, state: Any, step: int, options: dict[str, Any]) -> Report:
+        options = {"rpc_timeout": self._rpc_timeout, **options}
         return load(state, self._storage.at(_name(step)), group=self._group, no_dist=self._no_dist, **options)
 
 

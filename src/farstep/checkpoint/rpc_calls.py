@@ -10,35 +10,38 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from farstep.checkpoint.collecting import Collected, collected
-from farstep.checkpoint.elsewhere import Target
+from farstep.checkpoint.elsewhere import Target, is_below
 from farstep.checkpoint.filling import Filling
 from farstep.checkpoint.manifest import Manifest
 from farstep.checkpoint.ranks import Ranks
 from farstep.checkpoint.reading import read_into, reads_for
 from farstep.checkpoint.renaming import Rename
 from farstep.checkpoint.sources import reading, source_of
+from farstep.checkpoint.staging import give_back, spare_staging
 from farstep.checkpoint.storage import Storage, storage_of
 from farstep.checkpoint.stored_values import read_values
 from farstep.checkpoint.tree import decode
-from farstep.checkpoint.writing import Part, Progress, shared_out, write_part
+from farstep.checkpoint.writing import Part, Progress, Write, shared_out, write_part
 from farstep.errors import CheckpointError, CheckpointMismatch, StorageFailed
 from farstep.rpc.current import current_agent
 from farstep.rpc.rref import RRef, local_value_of
 from farstep.state import Layout
 
-__all__ = ["Written", "commit", "fill", "prepare", "read_states", "write"]
+__all__ = ["Staged", "Written", "commit", "fill", "prepare", "read_states", "stage", "write", "write_staged"]
 
+T = TypeVar("T")
 Entries = list[tuple[str, RRef[Any]]]
 Columns = tuple[list[tuple[str, int]], list[str], Tensor, Tensor, Tensor, Tensor, Tensor]
-Written = tuple[dict[str, Any], dict[str, tuple[torch.dtype, tuple[int, ...]]], Columns]
+Kinds = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+Written = tuple[dict[str, Any], Kinds, Columns]
 """The entries' nodes, their tensors, and the part as plain values and tensors."""
 _MOST_WRITERS = 100_000
 
@@ -48,22 +51,75 @@ _MOST_WRITERS = 100_000
 
 def write(target: Target, save: str, number: int, count: int, entries: Entries, timeout_s: float) -> Written:
     """Write these into files of this owner's own, which is writer `number` of `count`."""
+    storage = _storage_for(target, save, number, count)
+    values = {name: _value(name, rref) for name, rref in entries}
+    with _while_nobody_steps(values, timeout_s), _told_of("saving into", storage):
+        nodes, kinds, writes = _drafted(values)
+        part = write_part(storage, save, number, count, writes, _within(timeout_s))
+    return nodes, kinds, _columns(part)
+
+
+class Staged:
+    """A copy of values, until it is written. The caller's reference keeps it, and drops it."""
+
+    def __init__(self, values: Mapping[str, Any], copies: Container[str]) -> None:
+        nodes, kinds, writes = _drafted(values)
+        self.nodes, self.kinds = nodes, kinds
+        self._spare = spare_staging()
+        aside = [each for each in writes if not is_below(each.name, copies)]
+        moved = iter(self._spare.copy(aside, 1).writes())
+        self.writes: list[Write] | None = [
+            each if is_below(each.name, copies) else next(moved) for each in writes
+        ]
+
+    def taken(self) -> list[Write]:
+        """What is to be written, once."""
+        writes, self.writes = self.writes, None
+        if writes is None:
+            raise CheckpointError("this copy has been written already")
+        return writes
+
+    def end(self) -> None:
+        give_back(self._spare)
+
+
+def stage(entries: Entries, copies: set[str], timeout_s: float) -> RRef[Staged]:
+    """Copy these as they are now, but for those that are copies already."""
+    values = {name: _value(name, rref) for name, rref in entries}
+    with _while_nobody_steps(values, timeout_s):
+        return RRef(Staged(values, copies))
+
+
+def write_staged(
+    target: Target, save: str, number: int, count: int, staged: RRef[Staged], timeout_s: float
+) -> Written:
+    """As `write`, of what has been copied."""
+    storage = _storage_for(target, save, number, count)
+    this = _local(staged, Staged)
+    writes = this.taken()
+    with _told_of("saving into", storage):
+        part = write_part(storage, save, number, count, writes, _within(timeout_s))
+    del writes
+    this.end()
+    return this.nodes, this.kinds, _columns(part)
+
+
+def _storage_for(target: Target, save: str, number: int, count: int) -> Storage:
     if not isinstance(save, str) or not re.fullmatch(r"[0-9a-f]{16}", save):
         raise CheckpointError(f"a save is called by 16 hexadecimal digits, not {str(save)[:40]!r}")
     if not all(type(each) is int for each in (number, count)) or not 0 <= number < count <= _MOST_WRITERS:
         raise CheckpointError(f"there is no writer {str(number)[:20]} of {str(count)[:20]}")
-    storage = storage_of(*_checked(target))
-    values = {name: _value(name, rref) for name, rref in entries}
-    with _while_nobody_steps(values, timeout_s), _told_of("saving into", storage):
-        found = collected(values, Ranks(alone=True))
-        _refuse_nested(found.references)
-        _refuse_spread(found)
-        layout = Layout({name: each.spread for name, each in found.tensors.items()})
-        part = write_part(
-            storage, save, number, count, shared_out(layout, found.tensors, 0), _within(timeout_s)
-        )
-    tensors = {name: (each.dtype, tuple(each.shape)) for name, each in found.tensors.items()}
-    return found.tree["dict"], tensors, _columns(part)
+    return storage_of(*_checked(target))
+
+
+def _drafted(values: Mapping[str, Any]) -> tuple[dict[str, Any], Kinds, list[Write]]:
+    """The entries' nodes, their tensors, and what is to be written."""
+    found = collected(values, Ranks(alone=True))
+    _refuse_nested(found.references)
+    _refuse_spread(found)
+    layout = Layout({name: each.spread for name, each in found.tensors.items()})
+    kinds = {name: (each.dtype, tuple(each.shape)) for name, each in found.tensors.items()}
+    return found.tree["dict"], kinds, shared_out(layout, found.tensors, 0)
 
 
 def _columns(part: Part) -> Columns:
@@ -133,7 +189,7 @@ def prepare(
 
 def fill(load: RRef[_Load], timeout_s: float) -> None:
     """Read into the memory of the tensors."""
-    this = _load(load)
+    this = _local(load, _Load)
     with reading(this.storage):
         reads = reads_for(this.manifest, this.filling.wanted)
         threads = this.storage.threads
@@ -143,7 +199,7 @@ def fill(load: RRef[_Load], timeout_s: float) -> None:
 
 def commit(load: RRef[_Load]) -> None:
     """Put in place what is not tensors' memory."""
-    _load(load).filling.commit()
+    _local(load, _Load).filling.commit()
 
 
 def read_states(
@@ -157,10 +213,11 @@ def read_states(
     return {name: RRef(each) for name, each in found.items()}
 
 
-def _load(load: RRef[_Load]) -> _Load:
-    this = local_value_of(load)
-    if type(this) is not _Load:
-        raise CheckpointError(f"a {type(this).__name__} is no load")
+def _local(rref: RRef[T], kind: type[T]) -> T:
+    """What a caller has a reference of, if it is what it is to be."""
+    this = local_value_of(rref)
+    if type(this) is not kind:
+        raise CheckpointError(f"a {type(this).__name__} is no {kind.__name__.strip('_').lower()}")
     return this
 
 

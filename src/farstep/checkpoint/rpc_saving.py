@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
@@ -19,9 +19,10 @@ from farstep.errors import CheckpointError
 from farstep.optim.owners import ask_owners
 
 if TYPE_CHECKING:
+    from farstep.rpc.membership import WorkerInfo
     from farstep.rpc.rref import RRef
 
-__all__ = ["OwnersPart", "written_by_owners"]
+__all__ = ["OwnersPart", "staged_by_owners", "written_by_owners"]
 
 
 class OwnersPart:
@@ -40,18 +41,23 @@ def written_by_owners(
     taken: Iterable[str],
     rpc_timeout: float,
     write_own: Callable[[int], Part],
+    staged: Mapping[WorkerInfo, RRef[rpc_calls.Staged]] | None = None,
 ) -> tuple[Part, OwnersPart]:
-    """`write_own(count)` writes this worker's own part, as the first of so many writers. `taken` are the names that it has."""
+    """`write_own(count)` writes this worker's own part, as the first of so many writers. `taken` are the names that it has.
+
+    Owners write what they have `staged`, or else what they have now.
+    """
     target, agent = target_of(storage), agent_of(entries)
     timeout_s = agent.effective_timeout(rpc_timeout)
     owners = by_owner(entries)
     count = len(owners) + 1
+    function = rpc_calls.write if staged is None else rpc_calls.write_staged
     args = {
-        owner: (target, save, number, count, theirs, timeout_s)
+        owner: (target, save, number, count, theirs if staged is None else staged[owner], timeout_s)
         for number, (owner, theirs) in enumerate(owners.items(), 1)
     }
     with ThreadPoolExecutor(1, "farstep-save") as pool:
-        asking = pool.submit(copy_context().run, ask_owners, agent, rpc_calls.write, args, timeout_s)
+        asking = pool.submit(copy_context().run, ask_owners, agent, function, args, timeout_s)
         own = write_own(count)
         outcome = asking.result()
     if outcome.errors:
@@ -71,6 +77,23 @@ def written_by_owners(
         found.tensors |= {name: TensorInfo(dtype, tuple(shape)) for name, (dtype, shape) in tensors.items()}
         found.parts.append(part)
     return own, found
+
+
+def staged_by_owners(
+    entries: Mapping[str, RRef[Any]], copies: Container[str], storage: Storage, rpc_timeout: float
+) -> dict[WorkerInfo, RRef[rpc_calls.Staged]]:
+    """Every owner has copied aside what it is to write, but for `copies`. Raises CheckpointError if one has not, or could not be told where to write."""
+    target_of(storage)
+    agent = agent_of(entries)
+    timeout_s = agent.effective_timeout(rpc_timeout)
+    args = {
+        owner: (theirs, {name for name, _ in theirs if name in copies}, timeout_s)
+        for owner, theirs in by_owner(entries).items()
+    }
+    outcome = ask_owners(agent, rpc_calls.stage, args, timeout_s)
+    if outcome.errors:
+        raise failure(outcome, f"did not copy its part, which was to be saved into {storage}", "Nothing has been saved; what was there before still is")  # fmt: skip
+    return outcome.results
 
 
 def _part(columns: Any, number: int, count: int, save: str) -> Part | None:

@@ -77,6 +77,10 @@ class Draft:
     """What else the manifest tells."""
     references: dict[str, Any] = field(default_factory=dict)
     """What other workers write, by name."""
+    copies: set[str] = field(default_factory=set)
+    """Of these, those of copies that were made for this."""
+    staged: Mapping[Any, Any] | None = None
+    """What these workers have copied aside, by owner; None: they write what they have."""
 
     @property
     def doing(self) -> str:
@@ -92,7 +96,7 @@ def drafted(state: Any, storage: Storage, ranks: Ranks) -> Draft:
     tree, spreads = _agreed(found, ranks, doing)
     writes = shared_out(Layout(spreads), found.tensors, ranks.rank)
     tensors = {name: TensorInfo(spread.dtype, spread.shape) for name, spread in spreads.items()}
-    return Draft(storage, ranks, tree, tensors, writes, references=found.references)
+    return Draft(storage, ranks, tree, tensors, writes, references=found.references, copies=found.copies)
 
 
 def written(draft: Draft, progress: Progress | None) -> None:
@@ -143,6 +147,7 @@ def _written_by_owners(draft: Draft, save: str, progress: Progress | None) -> tu
         draft.tensors,
         draft.ranks.rpc_timeout,
         lambda count: write_part(draft.storage, save, 0, count, draft.writes, progress),
+        draft.staged,
     )
     draft.tree = placed(draft.tree, others.nodes)
     draft.tensors = {**draft.tensors, **others.tensors}

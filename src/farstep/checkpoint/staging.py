@@ -20,7 +20,7 @@ from farstep.checkpoint.writing import Write
 from farstep.errors import CheckpointError
 from farstep.state.room import aligned
 
-__all__ = ["Copy", "Staging", "release_staging", "staging"]
+__all__ = ["Copy", "Staging", "give_back", "release_staging", "spare_staging", "staging"]
 
 _SMALL_BYTES = 64 << 10
 _PIECE_BYTES = 8 << 20
@@ -136,10 +136,27 @@ def _new_memory(nbytes: int, pinned: bool) -> Tensor:
 
 
 staging = Staging()
-"""This process's."""
-os.register_at_fork(after_in_child=staging.release)  # which does not have the memory
+"""For what this process saves."""
+_spare: list[Staging] = []
+"""For what it copies aside for saves of other workers, of which there may be several at once; one is kept."""
+
+
+def spare_staging() -> Staging:
+    try:
+        return _spare.pop()
+    except IndexError:
+        return Staging()
+
+
+def give_back(spare: Staging) -> None:
+    """Nothing has its memory any more."""
+    _spare[:] = [spare]
 
 
 def release_staging() -> None:
     """Give back the memory that async_save keeps for the next copy, when the save under way, if there is one, has ended."""
     staging.release()
+    _spare.clear()
+
+
+os.register_at_fork(after_in_child=release_staging)  # a child does not have the memory
