@@ -77,19 +77,28 @@ def planned(
         }
     )
     found = plan(source, target, 0)
-    labels = found.names
-    columns = (found.tensor, found.source_box, found.target_box, found.offsets, found.sizes)
-    for tensor, stored, there, offsets, sizes in zip(*(c.tolist() for c in columns), strict=True):
-        label = labels[tensor]
-        name, boxes, tensors = wanted[label]
-        spread = spreads[name]
-        dims = len(spread.shape)
-        box = Box(tuple(offsets[:dims]), tuple(sizes[:dims]))
-        held = Box(tuple(spread.offsets[stored].tolist()), tuple(spread.sizes[stored].tolist()))
-        into = tensors[there] if box == boxes[there] else tensors[there][box.within(boxes[there]).slices]
-        yield Read(
-            int(manifest.rows_of(numbers[name])[stored]), spread.dtype, held.sizes, box.within(held), into
+    order = np.argsort(found.tensor, kind="stable")
+    ends = np.searchsorted(found.tensor[order], np.arange(len(found.names)), side="right").tolist()
+    for label, begin, end in zip(found.names, [0, *ends], ends, strict=False):
+        rows = order[begin:end]
+        name, _, tensors = wanted[label]
+        spread, into = spreads[name], target[label]
+        stored, there = found.source_box[rows], found.target_box[rows]
+        offsets, sizes = found.offsets[rows, : len(spread.shape)], found.sizes[rows, : len(spread.shape)]
+        columns = (
+            manifest.rows_of(numbers[name])[stored],
+            spread.sizes[stored],
+            offsets - spread.offsets[stored],
+            sizes,
+            there,
+            offsets - into.offsets[there],
+            (sizes == into.sizes[there]).all(axis=1),
         )
+        for row, held, inside, shape, number, at, is_all in zip(*(c.tolist() for c in columns), strict=True):
+            tensor = tensors[number]
+            if not is_all:
+                tensor = tensor[tuple(slice(o, o + n) for o, n in zip(at, shape, strict=True))]
+            yield Read(row, spread.dtype, tuple(held), Box(tuple(inside), tuple(shape)), tensor)
 
 
 def read_into(
