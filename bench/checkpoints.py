@@ -27,6 +27,9 @@ SIZES = {"1 GB": 4, "4 GB": 16}
 """Rows of a layer's tensors, in units of a million elements."""
 WIDTH = 1024
 PLACES = {"tmpfs": "/dev/shm", "disk": "."}
+SMALL_TENSORS, SMALL_NUMEL = 100_000, 16
+BOXES_SAVED, BOXES_OPENED = "saved", "opened, and its manifest checked"
+BOXES_LOADED, BOXES_WHOLE = "loaded into as many boxes", "loaded into whole tensors"
 Act = Callable[[], Any]
 
 
@@ -143,6 +146,17 @@ class Begun:
     finish: Callable[[], object]
 
 
+@dataclass(frozen=True)
+class Stored:
+    """What an act has written."""
+
+    path: Path
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.stat().st_size for each in self.path.iterdir())
+
+
 def loading(size: str, place: str) -> Case:
     @contextmanager
     def case(ways: Sequence[str]) -> Iterator[Acts]:
@@ -212,13 +226,14 @@ def stalling(size: str, place: str) -> Case:
     @contextmanager
     def case(ways: Sequence[str]) -> Iterator[Acts]:
         import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.staging import BlockingAsyncStager
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
         from farstep import checkpoint
 
         with folder(place) as path:
             state = spread_state(SIZES[size])
-            stager = BlockingAsyncStager(cache_staged_state_dict=True)
+            # What it has for a GPU it refuses to do without one.
+            stager = DefaultStager(StagingOptions(False, False, False, False))
 
             def by_dcp(**options: Any) -> Begun:
                 return Begun(dcp.async_save(state, checkpoint_id=path / "dcp", **options).result)
@@ -237,6 +252,97 @@ def stalling(size: str, place: str) -> Case:
             yield {way: known[way] for way in ways}
 
     return case
+
+
+def small_tensors() -> dict[str, torch.Tensor]:
+    return {
+        f"layers.{i // 10}.weight.{i % 10}": torch.full((SMALL_NUMEL,), float(i))
+        for i in range(SMALL_TENSORS)
+    }
+
+
+@contextmanager
+def saving_small(ways: Sequence[str]) -> Iterator[Acts]:
+    import torch.distributed.checkpoint as dcp
+
+    from farstep import checkpoint
+
+    with folder("tmpfs") as path:
+        state = small_tensors()
+
+        def by_dcp() -> Stored:
+            dcp.save(state, checkpoint_id=path / "dcp")
+            return Stored(path / "dcp")
+
+        def by_farstep() -> Stored:
+            checkpoint.save(state, path / "farstep")
+            return Stored(path / "farstep")
+
+        known: dict[str, Act] = {"DCP": by_dcp, "farstep": by_farstep}
+        yield {way: _afresh(known[way], path) for way in ways}
+
+
+def reading_small(opening: bool) -> Case:
+    """All of them, or only what says which there are."""
+
+    @contextmanager
+    def case(ways: Sequence[str]) -> Iterator[Acts]:
+        import torch.distributed.checkpoint as dcp
+
+        from farstep import checkpoint
+
+        with folder("tmpfs") as path:
+            state = small_tensors()
+            dcp.save(state, checkpoint_id=path / "dcp")
+            checkpoint.save(state, path / "farstep")
+            known: dict[str, Act] = (
+                {
+                    "DCP": lambda: dcp.FileSystemReader(path / "dcp").read_metadata(),
+                    "farstep": lambda: _opened(path / "farstep"),
+                }
+                if opening
+                else {
+                    "DCP": lambda: dcp.load(state, checkpoint_id=path / "dcp"),
+                    "farstep": lambda: checkpoint.load(state, path / "farstep"),
+                }
+            )
+            yield {way: known[way] for way in ways}
+
+    return case
+
+
+@contextmanager
+def many_boxes(ways: Sequence[str]) -> Iterator[Acts]:
+    """A million boxes on one rank, as a thousand tensors of a thousand rows each."""
+    from farstep import checkpoint
+    from farstep.state import Box, Shards, Spread
+
+    count = 1000
+    with folder("tmpfs") as path:
+        boxes = [Box((row, 0), (1, SMALL_NUMEL)) for row in range(count)]
+        spread = Spread.of((count, SMALL_NUMEL), torch.float32, {0: boxes})
+        whole = {f"w{i}": torch.full((count, SMALL_NUMEL), float(i)) for i in range(count)}
+        state = {name: Shards(spread, each.split(1)) for name, each in whole.items()}
+
+        def save() -> Stored:
+            checkpoint.save(state, path)
+            return Stored(path)
+
+        save()
+        known: dict[str, Act] = {
+            BOXES_SAVED: save,
+            BOXES_OPENED: lambda: _opened(path),
+            BOXES_LOADED: lambda: checkpoint.load(state, path),
+            BOXES_WHOLE: lambda: checkpoint.load(whole, path),
+        }
+        yield {way: known[way] for way in ways}
+
+
+def _opened(path: Path) -> None:
+    from farstep.checkpoint.sources import source_of
+    from farstep.checkpoint.storage import storage_of
+
+    source_of(storage_of(path, None), True)
 
 
 def _sync(path: Path) -> None:
@@ -268,4 +374,8 @@ CASES: dict[str, Case] = {
     **{f"stall-{place}": stalling("1 GB", place) for place in PLACES},
     **{f"reshard-{place}": resharding("1 GB", place, False) for place in PLACES},
     **{f"whole-{place}": resharding("1 GB", place, True) for place in PLACES},
+    "small-save": saving_small,
+    "small-open": reading_small(True),
+    "small-load": reading_small(False),
+    "boxes": many_boxes,
 }

@@ -25,6 +25,8 @@ from bench.group import Group, GroupFailed
 from bench.worker import obey, quiet
 
 Say = Callable[[str], None]
+ROUND_S = 300.0
+"""The longest that a round may take: some write and read tens of GB, or a hundred thousand tensors by slow ways."""
 CASES = {**sharded.CASES, **optim_state.CASES, **checkpoints.CASES}
 
 
@@ -49,10 +51,15 @@ class Contest:
     """They take seconds each: more would tell little."""
     weighed: Sequence[str] = ()
     """The ways whose peak memory is measured too."""
+    alone: Sequence[str] = ()
+    """Ways that are measured and compared with nothing."""
+    warm_up: bool = True
+    """Whether each way is done once before it is timed."""
 
     @property
     def ways(self) -> list[str]:
-        return list(dict.fromkeys(way for m in self.matches for way in (m.baseline, m.subject)))
+        compared = (way for m in self.matches for way in (m.baseline, m.subject))
+        return list(dict.fromkeys((*compared, *self.alone)))
 
 
 @dataclass
@@ -61,6 +68,8 @@ class Outcome:
     """Of each way, by round."""
     memory: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     """Of each way, by rank: bytes before it was done, and the most meanwhile."""
+    stored: dict[str, int] = field(default_factory=dict)
+    """Bytes that a way has written, if it says so."""
     failure: str | None = None
 
 
@@ -103,11 +112,12 @@ def _race(
     everyone = range(contest.world_size)
     try:
         group.ask_all(everyone, [("prepare", contest.case, contest.ways)] * contest.world_size)
-        for number in range(rounds + 1):
+        for number in range(-1 if contest.warm_up else 0, rounds):
             order = shuffler.sample(contest.ways, len(contest.ways))
             (times, *_) = group.ask_all(everyone, [("round", order)] * contest.world_size)
-            for way, seconds in times.items() if number else ():  # the first is to warm up
+            for way, (seconds, nbytes) in times.items() if number >= 0 else ():
                 outcome.seconds[way].append(seconds)
+                outcome.stored[way] = nbytes
     finally:
         group.close()
 
@@ -133,7 +143,7 @@ def _group(context: ForkServerContext, scratch: Path, world_size: int) -> Group:
         Seat(rank, world_size, store, str(scratch / f"contest{_made}-{rank}.log"))
         for rank in range(world_size)
     ]
-    return Group(context, [(serve, (seat,)) for seat in seats])
+    return Group(context, [(serve, (seat,)) for seat in seats], ROUND_S)
 
 
 # -- in a rank's process ----------------------------------------------------------------------------------
@@ -158,7 +168,7 @@ def _join(seat: Seat) -> None:
         store=dist.FileStore(seat.store, seat.world_size),
         rank=seat.rank,
         world_size=seat.world_size,
-        timeout=datetime.timedelta(seconds=60),
+        timeout=datetime.timedelta(seconds=ROUND_S),
     )
 
 
@@ -174,11 +184,12 @@ def _answer(stack: ExitStack, acts: dict[str, Callable[[], object]], command: tu
     sharded.forget_peak()
     before = sharded.peak_bytes()
     for _ in range(2):
-        acts[way]()
+        _ended(acts[way]())
     return before, sharded.peak_bytes()
 
 
-def _timed(act: Callable[[], object]) -> float:
+def _timed(act: Callable[[], object]) -> tuple[float, int]:
+    """Seconds, and bytes that it has stored if it tells where."""
     if isinstance(act, checkpoints.Prepared):
         act = act.prepare()
     dist.barrier()
@@ -186,7 +197,10 @@ def _timed(act: Callable[[], object]) -> float:
     result = act()
     dist.barrier()
     seconds = time.perf_counter() - start
+    _ended(result)
+    return seconds, result.nbytes if isinstance(result, checkpoints.Stored) else 0
+
+
+def _ended(result: object) -> None:
     if isinstance(result, checkpoints.Begun):
         result.finish()
-    del result
-    return seconds

@@ -141,9 +141,42 @@ def _moved(act: str, ranks: int, place: str, title: str, targets: dict[str, floa
         Match(f"1 GB, {place}: {title}; {other}", other, "farstep", target)
         for other, target in targets.items()
     ]
-    return Contest(f"{act}-{place}-{ranks}", f"{act}-{place}", ranks, matches, most_rounds=5)
+    weighed = (
+        [w for w in (*targets, "farstep") if w != "memcpy"] if act == "stall" and place == "tmpfs" else []
+    )
+    return Contest(f"{act}-{place}-{ranks}", f"{act}-{place}", ranks, matches, 5, weighed)
 
 
+_SMALL = f"{checkpoints.SMALL_TENSORS:,} tensors of {checkpoints.SMALL_NUMEL} elements, tmpfs, 1 rank"
+SMALL = [
+    Contest(
+        f"small-{act}",
+        f"small-{act}",
+        1,
+        [Match(f"{_SMALL}: {title}; DCP", "DCP", "farstep")],
+        most_rounds=1,
+        warm_up=False,
+    )
+    for act, title in (
+        ("save", "durable save"),
+        ("open", "which tensors there are"),
+        ("load", "load, verified"),
+    )
+]
+BOXES = Contest(
+    "boxes",
+    "boxes",
+    1,
+    [],
+    most_rounds=1,
+    warm_up=False,
+    alone=(
+        checkpoints.BOXES_SAVED,
+        checkpoints.BOXES_OPENED,
+        checkpoints.BOXES_LOADED,
+        checkpoints.BOXES_WHOLE,
+    ),
+)
 CHECKPOINTS = [
     *(
         _checkpoint(
@@ -186,6 +219,8 @@ CHECKPOINTS = [
             ),
         )
     ),
+    *SMALL,
+    BOXES,
 ]
 CONTESTS = [ZERO, *FSDP2, *STATES, *BY_NAME]
 
@@ -251,14 +286,19 @@ def report(contests: Sequence[Contest], outcomes: dict[str, Outcome]) -> list[st
             "The state of a model and AdamW as DTensors cut over the ranks, 63 tensors. A save is durable: files and directory are synced, as DCP does by default, and as is done "
             "after `torch.save` and `safetensors.save_file`, which write each rank's part to a file of its own. A load goes into the state's own memory; of these only farstep's compares "
             "checksums. `raw` writes and reads the same bytes with nothing else. What was just written is read from the kernel's cache, by all alike.",
-            _table(saved, outcomes).replace("| torch |", "| other |", 1),
+            _table([c for c in saved if c is not BOXES], outcomes).replace("| torch |", "| other |", 1),
         ]
-        weighed = [c for c in saved if outcomes[c.key].memory]
-        if weighed:
-            parts += [
-                "Memory that a load takes beside the state, at most on any rank:",
-                _beside(weighed, outcomes),
-            ]
+        for act, what in (
+            ("load", "Memory that a load takes beside the state, at most on any rank:"),
+            ("stall", "Memory that two saves in the background take, beside half the state that a rank has:"),
+        ):
+            weighed = [c for c in saved if c.key.startswith(act) and outcomes[c.key].memory]
+            if weighed:
+                parts += [what, _beside(weighed, outcomes)]
+        if SMALL[0] in saved and not outcomes[SMALL[0].key].failure:
+            parts.append(_per_tensor(outcomes[SMALL[0].key]))
+        if BOXES in saved:
+            parts += ["A checkpoint of a million boxes, on one rank:", _boxes(outcomes[BOXES.key])]
     if parts:
         parts.append(_summary(contests, outcomes))
     return parts
@@ -334,13 +374,35 @@ def _extra(contests: Sequence[Contest], outcomes: dict[str, Outcome]) -> str:
 
 
 def _beside(contests: Sequence[Contest], outcomes: dict[str, Outcome]) -> str:
-    lines = [["", "DCP", "farstep"], ["---", "---:", "---:"]]
+    ways = list(outcomes[contests[0].key].memory)
+    lines = [["", *ways], ["---", *["---:"] * len(ways)]]
     for contest in contests:
         memory = outcomes[contest.key].memory
-        most = [max(peak - before for before, peak in memory[way]) for way in ("DCP", "farstep")]
+        most = [max(peak - before for before, peak in memory[way]) for way in ways]
         lines.append(
             [contest.matches[0].title.rpartition(";")[0], *(f"{each / 1e6:.0f} MB" for each in most)]
         )
+    return _ruled(lines)
+
+
+def _per_tensor(outcome: Outcome) -> str:
+    """What is stored beside the elements."""
+    elements = checkpoints.SMALL_TENSORS * checkpoints.SMALL_NUMEL * 4
+    told = ", ".join(
+        f"{(nbytes - elements) / checkpoints.SMALL_TENSORS:.0f} by {way}"
+        for way, nbytes in outcome.stored.items()
+    )
+    return f"Bytes on the disk for each of the {checkpoints.SMALL_TENSORS:,} tensors, beside its elements: {told}."
+
+
+def _boxes(outcome: Outcome) -> str:
+    if outcome.failure:
+        return f"failed: {outcome.failure}"
+    lines = [["", "farstep"], ["---", "---:"]]
+    lines += [[way, f"{times[0]:.1f} s"] for way, times in outcome.seconds.items()]
+    elements = checkpoints.SMALL_NUMEL * 4
+    stored = outcome.stored[checkpoints.BOXES_SAVED] / 1e6
+    lines.append(["bytes on the disk for each box, beside its elements", f"{stored - elements:.0f}"])
     return _ruled(lines)
 
 

@@ -34,8 +34,9 @@ class GroupFailed(Exception):
 class Group:
     """Processes, each with a pipe to here."""
 
-    def __init__(self, context: ForkServerContext, jobs: Sequence[Job]) -> None:
+    def __init__(self, context: ForkServerContext, jobs: Sequence[Job], answer_s: float = ANSWER_S) -> None:
         """Start one process for each job and wait until all say that they are ready; raises GroupFailed."""
+        self._answer_s = answer_s
         self.world_size = len(jobs)
         self._pipes: list[Connection] = []
         self._processes: list[ForkServerProcess] = []
@@ -63,7 +64,7 @@ class Group:
                 self._pipes[rank].send(command)
             except OSError as exc:
                 raise GroupFailed(f"worker w{rank} died") from exc
-        return self._collect(ranks, "answered", ANSWER_S)
+        return self._collect(ranks, "answered", self._answer_s)
 
     def pause(self) -> None:
         """Stop every process, so that a group that polls while idle takes nothing from the other."""
