@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench import checkpoints, optim_state, sharded
+from bench import checkpoints, host_memory, optim_state, sharded
 from bench.group import Group, GroupFailed
 from bench.worker import obey, quiet
 
@@ -55,6 +55,8 @@ class Contest:
     """Ways that are measured and compared with nothing."""
     warm_up: bool = True
     """Whether each way is done once before it is timed."""
+    fresh_bytes: int = 0
+    """Memory that all ranks together may need anew: see `host_memory`."""
 
     @property
     def ways(self) -> list[str]:
@@ -114,7 +116,9 @@ def _race(
         group.ask_all(everyone, [("prepare", contest.case, contest.ways)] * contest.world_size)
         for number in range(-1 if contest.warm_up else 0, rounds):
             order = shuffler.sample(contest.ways, len(contest.ways))
-            (times, *_) = group.ask_all(everyone, [("round", order)] * contest.world_size)
+            (times, *_) = group.ask_all(
+                everyone, [("round", order, contest.fresh_bytes)] * contest.world_size
+            )
             for way, (seconds, nbytes) in times.items() if number >= 0 else ():
                 outcome.seconds[way].append(seconds)
                 outcome.stored[way] = nbytes
@@ -179,7 +183,8 @@ def _answer(stack: ExitStack, acts: dict[str, Callable[[], object]], command: tu
         acts.update(stack.enter_context(CASES[case](ways)))
         return None
     if verb == "round":
-        return {way: _timed(acts[way]) for way in rest[0]}
+        order, fresh_bytes = rest
+        return {way: _timed(acts[way], fresh_bytes // dist.get_world_size()) for way in order}
     way = rest[0]
     sharded.forget_peak()
     before = sharded.peak_bytes()
@@ -188,10 +193,11 @@ def _answer(stack: ExitStack, acts: dict[str, Callable[[], object]], command: tu
     return before, sharded.peak_bytes()
 
 
-def _timed(act: Callable[[], object]) -> tuple[float, int]:
+def _timed(act: Callable[[], object], fresh_bytes: int) -> tuple[float, int]:
     """Seconds, and bytes that it has stored if it tells where."""
     if isinstance(act, checkpoints.Prepared):
         act = act.prepare()
+    host_memory.warm(fresh_bytes)
     dist.barrier()
     start = time.perf_counter()
     result = act()

@@ -9,6 +9,8 @@ from bench import checkpoints, optim_state
 from bench.contest import Contest, Match, Outcome
 from bench.sharded import FSDP_SIZES, FSDP_STEPS, LARGE, MEDIUM
 
+_FRESH_BYTES = 1 << 30
+"""What a full state takes anew, twice."""
 _REDUCING = "gradients reduced, step, new values on all ranks"
 _STEP = "the step alone, gradients reduced before"
 ZERO = Contest(
@@ -69,6 +71,7 @@ GATHERING = [
             )
         ],
         weighed=("torch", "farstep"),
+        fresh_bytes=_FRESH_BYTES,
     )
     for ranks, target in ((2, 5.0), (4, 8.0))
 ]
@@ -80,6 +83,7 @@ GROWTH = [
             n,
             [Match(f"{n} ranks, 48 tensors", "torch", "farstep")],
             most_rounds=3,
+            fresh_bytes=_FRESH_BYTES,
         )
         for n in (2, 4, 8)
     ),
@@ -90,6 +94,7 @@ GROWTH = [
             2,
             [Match(f"2 ranks, {2 * n} tensors", "torch", "farstep")],
             most_rounds=3,
+            fresh_bytes=_FRESH_BYTES,
         )
         for n in (8, 96, 384)
     ),
@@ -103,6 +108,7 @@ BY_NAME = [
         [Match(f"{subject.title}, {ranks} rank{'s' * (ranks > 1)}", "torch", "farstep", target)],
         most_rounds=5,
         weighed=("torch", "farstep") if ranks == 4 else (),
+        fresh_bytes=_FRESH_BYTES if ranks > 1 else 0,
     )
     for subject in optim_state.SUBJECTS
     for ranks, target in subject.targets.items()
@@ -131,7 +137,8 @@ def _checkpoint(
             )
             for other, target in targets.items()
         ],
-        most_rounds=5 if size == "1 GB" else 3,
+        most_rounds=5 if size == "1 GB" else 2,
+        fresh_bytes=(5 if size == "1 GB" else 12) << 29,
         weighed=("DCP", "farstep") if act == "load" and size == "1 GB" and place == "tmpfs" else (),
     )
 
@@ -144,7 +151,9 @@ def _moved(act: str, ranks: int, place: str, title: str, targets: dict[str, floa
     weighed = (
         [w for w in (*targets, "farstep") if w != "memcpy"] if act == "stall" and place == "tmpfs" else []
     )
-    return Contest(f"{act}-{place}-{ranks}", f"{act}-{place}", ranks, matches, 5, weighed)
+    return Contest(
+        f"{act}-{place}-{ranks}", f"{act}-{place}", ranks, matches, 5, weighed, fresh_bytes=5 << 29
+    )
 
 
 _SMALL = f"{checkpoints.SMALL_TENSORS:,} tensors of {checkpoints.SMALL_NUMEL} elements, tmpfs, 1 rank"
@@ -431,7 +440,7 @@ def _summary(contests: Sequence[Contest], outcomes: dict[str, Outcome]) -> str:
     )
     return (
         f"{words} At most {max(c.most_rounds for c in contests)} rounds, 3 where growth is shown; in each, the ways are taken in a shuffled order by the same processes, with one compute thread each, and timed from when all ranks have begun "
-        "until all are done. Memory is measured in processes of their own."
+        "until all are done. Right before each, memory is taken and given back, so that none pays for what the host of a virtual machine has taken back while it was free. Memory is measured in processes of their own."
     )
 
 
