@@ -83,6 +83,32 @@ def test_what_fits_is_loaded_if_not_strict():
     assert torch.equal(optimizer.state[model.scale]["exp_avg"], kept["exp_avg"])
 
 
+class Wrapping(torch.optim.Optimizer):
+    """Steps by another optimizer, in which the state is."""
+
+    def __init__(self, inner, consolidated=True):
+        super().__init__(inner.param_groups, {})
+        self._inner, self._consolidated = inner, consolidated
+
+    def state_dict(self):
+        if not self._consolidated:
+            raise RuntimeError("not consolidated")
+        return self._inner.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("consolidated", "said"), [(True, "keeps its state elsewhere"), (False, "RuntimeError: not consolidated")]
+)
+def test_an_optimizer_whose_state_is_in_another(consolidated, said):
+    """torch's ZeroRedundancyOptimizer is one."""
+    model, optimizer, state = trained()
+    wrapping = Wrapping(optimizer, consolidated)
+    with pytest.raises(StateError, match=f"{said}.*give the optimizer that it wraps"):
+        optim_state_dict(model, wrapping)
+    with pytest.raises(StateError, match="give the optimizer that it wraps"):
+        load_optim_state_dict(model, wrapping, state)
+
+
 def test_an_optimizer_of_another_model():
     model, _, _ = trained()
     stranger = torch.optim.Adam(Net(1).parameters())

@@ -20,7 +20,7 @@ from farstep.state.adapters.ranks import Group, own_rank
 from farstep.state.optim_seats import Seat
 from farstep.state.shards import Shards
 
-__all__ = ["Composed", "Optimizers", "Roster", "SeatGroup", "Seated", "roster_of"]
+__all__ = ["Composed", "Optimizers", "Roster", "SeatGroup", "Seated", "has_own_state_dict", "roster_of"]
 
 Optimizers = Optimizer | Sequence[Optimizer] | Mapping[Any, Optimizer]
 """One optimizer, or several, such as one for each parameter that steps during backward."""
@@ -119,6 +119,7 @@ def _flat(optim: Any) -> list[Optimizer]:
     if isinstance(optim, Composed):
         return [each for part in optim.optim_parts() for each in _flat(part)]
     if isinstance(optim, Optimizer):
+        _check_state_is_here(optim)
         return [optim]
     if isinstance(optim, Mapping):
         optim = list(optim.values())
@@ -127,6 +128,30 @@ def _flat(optim: Any) -> list[Optimizer]:
             f"an optimizer, or a list or dict of optimizers, is wanted, not {torch.typename(optim)}"
         )
     return [each for part in optim for each in _flat(part)]
+
+
+def has_own_state_dict(optimizer: Optimizer) -> bool:
+    """Whether its class says itself what its state is, in a way that nothing here knows."""
+    if isinstance(optimizer, Seated | Composed):
+        return False
+    return type(optimizer).state_dict is not Optimizer.state_dict
+
+
+def _check_state_is_here(optimizer: Optimizer) -> None:
+    """An optimizer that wraps another may show its groups and keep the state to itself: then there is nothing to read, and nowhere to put it."""
+    if optimizer.state or not has_own_state_dict(optimizer):
+        return
+    try:
+        state = optimizer.state_dict().get("state")
+    except Exception as exc:
+        raise StateError(
+            f"the state of {torch.typename(optimizer)} is not in its `state`, and its own state_dict cannot be had ({type(exc).__name__}: {exc}): give the optimizer "
+            f"that it wraps, or farstep.optim.ShardedOptimizer in its place"
+        ) from exc
+    if state:
+        raise StateError(
+            f"{torch.typename(optimizer)} keeps its state elsewhere than in its `state`, and has a state_dict of its own: give the optimizer that it wraps"
+        )
 
 
 def _renamed(seat: Seat, name: str | None) -> Seat:
