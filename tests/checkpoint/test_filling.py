@@ -102,6 +102,37 @@ def test_an_optimizers_dtypes_are_converted_only_when_asked(tmp_path: Path) -> N
     assert target.state[other.weight]["exp_avg"].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("way", ["with its model", "load_optimizer"])
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_a_new_head_and_the_old_rest(tmp_path: Path, way: str, outputs: int) -> None:
+    """As fine-tuning does: with strict=False the state of parameters of other shapes stays, and all else is loaded."""
+
+    def made(outputs: int) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, outputs))
+        optimizer = torch.optim.Adam([{"params": model[0].parameters()}, {"params": model[1].parameters()}])
+        model(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = made(outputs)
+    checkpoint.save({"model": model, "optim": optimizer}, tmp_path)
+    other, target = made(5)
+    before = {key: value.clone() for key, value in target.state[other[1].weight].items()}
+    state = {"model": other, "optim": target}
+    if way == "load_optimizer":
+        report = checkpoint.load_optimizer(other, target, tmp_path, strict=False)
+    else:
+        with pytest.raises(CheckpointMismatch):
+            checkpoint.load(state, tmp_path)
+        report = checkpoint.load(state, tmp_path, strict=False)
+        assert torch.equal(other[0].weight, model[0].weight)
+    assert {"optim.state.1.weight", "optim.state.1.bias"} <= set(report.reshaped)
+    assert not report.missing
+    assert f"({outputs}, 4) in the checkpoint" in report.differences["optim.state.1.weight"]
+    same(dict(target.state[other[0].weight]), dict(optimizer.state[model[0].weight]))
+    same(dict(target.state[other[1].weight]), before)
+
+
 @pytest.mark.parametrize("places", [("train", "eval"), ("a.b", "a_b"), ("keys", "half"), ("~", "x~1y")])
 def test_one_optimizer_over_models_of_any_names(tmp_path: Path, places: tuple[str, str]) -> None:
     def made(seed: int) -> tuple[dict[str, Any], torch.optim.Optimizer, list[Tensor]]:

@@ -348,6 +348,8 @@ class Filling:
         self.wanted |= filling.wanted
         self.report.missing += filling.missing
         self.report.unexpected += filling.unexpected
+        self.report.reshaped += filling.reshaped
+        self.report.differences |= filling.reshaped
         self._finish.append(filling.finish)
         self._commit.append(filling.commit)
         return optimizer

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from farstep.checkpoint.listing import listed
@@ -17,10 +18,12 @@ from farstep.checkpoint.stored_values import read_values
 from farstep.checkpoint.tree import PerRank, TensorAt, decode, joined
 from farstep.errors import CheckpointMismatch, DamagedCheckpoint, StateMismatch
 from farstep.state import Box, Spread
+from farstep.state.known import is_torchs
 from farstep.state.optim_entries import Number, label, put_together, taken_apart
 from farstep.state.optim_given import Given, Owned, Whole
 from farstep.state.optim_loading import Loading
 from farstep.state.optim_names import Translation
+from farstep.state.optim_options import stepper_of
 from farstep.state.optim_roster import roster_of
 from farstep.state.optim_seats import Seat
 
@@ -51,6 +54,8 @@ class OptimizerFilling:
         self.wanted: dict[str, tuple[str, Sequence[Box], Sequence[Tensor]]] = {}
         self.missing: list[str] = []
         self.unexpected: list[str] = []
+        self.reshaped: dict[str, str] = {}
+        """The state of parameters of other shapes, and both shapes."""
         self.names: list[str] = []
         """Of the parameters that have a state in the checkpoint, their new ones."""
         self._sources: dict[str, str] = {}
@@ -76,6 +81,13 @@ class OptimizerFilling:
         if not strict:
             self.missing = [joined(self._name, f"state.{n}") for n in sorted(wanted - given)]
             self.unexpected = [joined(self._name, f"state.{n}") for n in sorted(given - wanted)]
+            left = {
+                name
+                for name in wanted & state.keys()
+                if self._is_reshaped(name, state[name], roster.seats[name])
+            }
+            state = {name: each for name, each in state.items() if name not in left}
+            groups = [{**each, "params": [n for n in each["params"] if n not in left]} for each in groups]
         self._loading = Loading(roster, Given(state, groups, {}), self._ranks.group, in_place=True)
         try:
             self._loading.prepare(strict)
@@ -94,6 +106,23 @@ class OptimizerFilling:
                     target.spread.boxes(self._ranks.rank),
                     target.tensors,
                 )
+
+    def _is_reshaped(self, name: str, entries: Mapping[str, Any], seat: Seat) -> bool:
+        """Whether the parameter was of another shape, as far as its state tells: that is then left as it is."""
+        stepper = stepper_of(self._optimizer)
+        is_alike = is_torchs(stepper) and not isinstance(stepper, torch.optim.Adafactor | torch.optim.LBFGS)
+        for key, entry in entries.items():
+            if not isinstance(entry, Whole) or entry.spread.shape == seat.shape:
+                continue
+            shape = entry.spread.shape
+            is_cut = 1 < len(shape) == len(seat.shape) and any(
+                a not in (1, b) for a, b in zip(shape, seat.shape, strict=True)
+            )
+            if is_alike or is_cut:
+                text = f"has {key!r} of shape {shape} in the checkpoint, and the parameter is {seat.shape}"
+                self.reshaped[joined(self._name, f"state.{name}")] = text
+                return True
+        return False
 
     def _casts(self) -> list[str]:
         """What would have to be converted."""

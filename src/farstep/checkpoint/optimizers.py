@@ -76,7 +76,7 @@ def load_optimizer(
             filling.finish()
         with ranks.all_or_none(doing):
             filling.commit()
-    return Report(filling.missing, filling.unexpected)
+    return Report(filling.missing, filling.unexpected, list(filling.reshaped), differences=filling.reshaped)
 
 
 # -- where it is ------------------------------------------------------------------------------------------
