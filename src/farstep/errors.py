@@ -135,6 +135,9 @@ class DamagedCheckpoint(CheckpointError):
     Tensors that were being loaded may be partly written: load another checkpoint before they are used.
     """
 
+    is_partly_loaded = False
+    """Whether it was found while the state was being filled, so that what it has may be partly overwritten."""
+
 
 class CheckpointMismatch(CheckpointError, ValueError):
     """A checkpoint has other names, shapes or dtypes than the state that is to be loaded. Nothing has been changed."""

@@ -70,6 +70,40 @@ def test_the_data_cut_off(saved, nbytes):
         checkpoint.load(blank(), saved)
 
 
+def test_the_numbers_of_what_is_wrong(tmp_path):
+    checkpoint.save({"big": torch.zeros(600_000), "tiny": torch.arange(1)}, tmp_path)
+    file = the_data(tmp_path)
+    whole = file.read_bytes()
+    state = {"big": torch.zeros(600_000), "tiny": torch.zeros(1, dtype=torch.int64)}
+    manifest = Manifest.decode((tmp_path / MANIFEST).read_bytes(), "")
+    at = int(manifest.boxes.at[manifest.rows_of(manifest.names.index("tiny"))[0]])
+    file.write_bytes(whole[:at] + b"\xff" + whole[at + 1 :])
+    with pytest.raises(
+        DamagedCheckpoint, match=f"'tiny', has been changed within its bytes {at:,} to {at + 8:,}"
+    ):
+        checkpoint.load(state, tmp_path)
+    for length in (100, len(whole) - 1):
+        file.write_bytes(whole[:length])
+        with pytest.raises(DamagedCheckpoint, match=f"is {length:,} bytes long, of {len(whole):,} that were"):
+            checkpoint.load(state, tmp_path)
+
+
+def test_no_memory_is_taken_for_a_tensor_whose_file_is_short(tmp_path):
+    """It is said to be of 4 TB, and the manifest agrees with itself."""
+    checkpoint.save({"a": torch.zeros(4, dtype=torch.uint8)}, tmp_path)
+    manifest = manifest_in(tmp_path)
+    size = 1 << 32
+    begin = manifest["boxes"]["at"][0]
+    manifest["tensors"]["shapes"] = [[size]]
+    manifest["boxes"]["sizes"] = [size]
+    manifest["files"]["nbytes"] = [begin + size]
+    manifest["checksums"] = base64.b64encode(bytes(8 * (size >> 20))).decode()
+    put(tmp_path, manifest)
+    for load in (lambda: checkpoint.read(tmp_path), lambda: checkpoint.load({"a": None}, tmp_path)):
+        with pytest.raises(DamagedCheckpoint, match=f"which has 'a', ends before byte {begin + size:,}"):
+            load()
+
+
 def test_blocks_swapped(saved):
     file = the_data(saved)
     data = bytearray(file.read_bytes())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
 import warnings
 from collections.abc import Iterator
@@ -118,7 +119,8 @@ def test_a_damaged_one_is_passed_over(tmp_path: Path) -> None:
     assert list(step.skipped) == [4, 3]
     assert "'a'" in step.skipped[3]
     assert (state["a"] == 2).all()
-    assert manager.newest() == 3  # whose content newest does not compare
+    assert manager.newest() == 2
+    assert CheckpointManager(tmp_path).newest() == 3  # whose content newest does not compare
     # Saved anew they are whole.
     manager.save(state_of(4), 4)
     with warnings.catch_warnings():
@@ -164,10 +166,54 @@ def test_the_last_whole_one_stays(tmp_path: Path) -> None:
     assert manager.steps() == [1]
     (tmp_path / "step_000000009").mkdir()
     (tmp_path / "step_000000009" / MANIFEST).write_bytes(b"{}")
-    with pytest.warns(RuntimeWarning, match="which has step 9 already"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # resume does not take step 9, so there is nothing to tell
         manager.save(state_of(2), 2)
     assert manager.newest() == 2
     assert (tmp_path / "step_000000009" / MANIFEST).exists()
+
+
+def test_one_that_was_found_damaged_counts_for_nothing(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep_last=2, keep_best=1)
+    for step in (10, 20):
+        manager.save(state_of(step), step, metric=-float(step))
+    damage(tmp_path, 20)
+    with pytest.warns(RuntimeWarning, match="step 10 has been loaded"):
+        assert manager.resume(state_of(0)) == 10
+    assert manager.best() == 10
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in (11, 13, 15):
+            manager.save(state_of(step), step)
+    assert manager.steps() == [10, 13, 15, 20]  # the best that is whole, the last two, and the one to look at
+    manager.save(state_of(20), 20, metric=-20.0)
+    assert manager.steps() == [15, 20]
+
+
+def test_nothing_of_a_damaged_one_is_mixed_into_another(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    manager.save({"a": torch.ones(4)}, 1)
+    manager.save({"a": torch.full((4,), 2.0), "new": torch.full((4,), 2.0), "z": torch.full((4,), 2.0)}, 2)
+    damage(tmp_path, 2)
+
+    def state() -> dict[str, Any]:
+        return {"a": torch.zeros(4), "new": torch.zeros(4), "z": torch.zeros(4)}
+
+    with pytest.raises(DamagedCheckpoint, match=r"'new'.*overwritten from step 2.*resume with step=1"):
+        manager.resume(state(), strict=False)
+    anew = state()
+    assert manager.resume(anew, step=1, strict=False) == 1
+    assert (anew["new"] == 0).all()
+    # One of which nothing was read does no harm.
+    (tmp_path / "step_000000002" / MANIFEST).write_bytes(b"{}")
+    with pytest.warns(RuntimeWarning, match="not step 2"):
+        assert manager.resume(state(), strict=False) == 1
+
+
+def test_directories_that_a_cut_removal_left_are_removed(tmp_path: Path) -> None:
+    (tmp_path / "step_000000003").mkdir(parents=True)
+    CheckpointManager(tmp_path).save(state_of(5), 5)
+    assert [each.name for each in tmp_path.iterdir()] == ["step_000000005"]
 
 
 def test_a_step_before_the_newest_is_not_removed_at_once(tmp_path: Path) -> None:
@@ -315,6 +361,46 @@ def test_all_ranks_alike(pair: Ranks, tmp_path: Path) -> None:
     for rank, (step, skipped, value) in enumerate(pair.run(_go_on, str(tmp_path))):
         assert (step, value) == (4, 4.0)
         assert "own1" in skipped[5], rank
+
+
+def _steps_after_each_save(path: str) -> list[list[int]]:
+    class Slow(LocalDisk):
+        def delete(self, names: Any) -> None:
+            names = list(names)
+            if MANIFEST in names:
+                threading.Event().wait(0.1)  # so that a rank that does not wait is seen
+            super().delete(names)
+
+    manager = CheckpointManager(Slow(path), keep_last=1)
+    found = []
+    for step in range(3):
+        manager.save({"a": step}, step)
+        found.append(manager.steps())
+    return found
+
+
+def test_all_ranks_see_the_same_steps_after_a_save(pair: Ranks, tmp_path: Path) -> None:
+    assert pair.run(_steps_after_each_save, str(tmp_path)) == [[[0], [1], [2]]] * 2
+
+
+def _different_metrics(path: str) -> tuple[list[str], float | None]:
+    manager = CheckpointManager(path)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        manager.save({"a": 1}, 1, metric=dist.get_rank() + 0.5)
+        manager.save({"a": 1}, 2, metric=0.5 if dist.get_rank() == 0 else None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises((RuntimeWarning, CheckpointError), match="different metrics"):
+            manager.save({"a": 1}, 3, metric=dist.get_rank() + 0.5)
+    return [str(each.message) for each in told], manager.metric(1)
+
+
+def test_the_first_ranks_metric_counts(pair: Ranks, tmp_path: Path) -> None:
+    (first, metric), (other, same) = pair.run(_different_metrics, str(tmp_path))
+    assert (metric, same) == (0.5, 0.5)
+    assert ["from 0.5 to 1.5. That of the first rank counts, 0.5" in each for each in first] == [True]
+    assert not other
 
 
 def _different_steps(path: str) -> None:

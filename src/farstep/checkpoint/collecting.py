@@ -79,6 +79,8 @@ class _Collector:
         if isinstance(value, RankOwned):
             return self._per_rank(value.tensors.get(self._ranks.rank), name, depth)
         if isinstance(value, Mapping):
+            if not name and "" in value:
+                raise CheckpointError("a key at the top of a state is '', which is no name: give it another. Nothing has been saved")  # fmt: skip
             nodes = {key: self.walk(each, joined(name, key), depth + 1) for key, each in value.items()}
             return encode_mapping(nodes)
         if isinstance(value, list | tuple) and not isinstance(value, torch.Size):

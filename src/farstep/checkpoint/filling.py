@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from farstep.checkpoint.elsewhere import reference_in, spread_optimizer
 from farstep.checkpoint.filling_optimizers import OptimizerFilling
+from farstep.checkpoint.listing import listed, named
 from farstep.checkpoint.manifest import Manifest, TensorInfo
-from farstep.checkpoint.objects import Optimizer, models_in, module_state, owner_of
+from farstep.checkpoint.objects import Optimizer, identities, models_in, module_state, owner_of
 from farstep.checkpoint.ranks import Ranks
 from farstep.checkpoint.reading import Wanted
 from farstep.checkpoint.renaming import Index, Place, Rename
+from farstep.checkpoint.same_content import have_same
 from farstep.checkpoint.storage import Storage
+from farstep.checkpoint.stored_values import memory_for
 from farstep.checkpoint.tree import PerRank, TensorAt, decode, joined
-from farstep.errors import CheckpointMismatch, DamagedCheckpoint
+from farstep.errors import CheckpointError, CheckpointMismatch, DamagedCheckpoint
 from farstep.state import Box, Shards, shards_of
 
 __all__ = ["Filling", "Report"]
 
-_SHOWN = 10
-
 
 @dataclass
 class Report:
-    """What a load with `strict=False` has left as it was."""
+    """What a load has left as it was: with `strict`, at most `unsaved`."""
 
     missing: list[str] = field(default_factory=list)
     """In the state, and not in the checkpoint."""
@@ -36,21 +40,31 @@ class Report:
     """In the checkpoint, and not in the state."""
     reshaped: list[str] = field(default_factory=list)
     """In both, with different shapes, or a tensor in one and none in the other."""
+    unsaved: list[str] = field(default_factory=list)
+    """What this rank has for itself (`PerRank`), and no rank of its number has saved: there were fewer then."""
+    differences: dict[str, str] = field(default_factory=dict)
+    """Of each name in `reshaped`, what it is in the state and in the checkpoint."""
 
     def __bool__(self) -> bool:
         """Whether there is anything to tell."""
-        return bool(self.missing or self.unexpected or self.reshaped)
+        return bool(self.missing or self.unexpected or self.reshaped or self.unsaved)
 
     def __str__(self) -> str:
         return "; ".join(
-            f"{what}: {_listed(names)}"
-            for what, names in (
-                ("missing in the checkpoint", self.missing),
-                ("not in the state", self.unexpected),
-                ("of another shape", self.reshaped),
+            f"{what}: {found}"
+            for what, found in (
+                ("missing in the checkpoint", named(self.missing)),
+                ("not in the state", named(self.unexpected)),
+                ("of another shape", self.shapes),
+                ("of this rank, which has saved nothing", named(self.unsaved)),
             )
-            if names
+            if found
         )
+
+    @property
+    def shapes(self) -> str:
+        """`reshaped` in words."""
+        return listed([f"{name!r} {self.differences.get(name, '')}".strip() for name in self.reshaped])
 
 
 class Filling:
@@ -64,9 +78,10 @@ class Filling:
         strict: bool,
         convert_dtype: bool,
         rename: Rename | None,
+        verify: bool = True,
     ) -> None:
         self._storage, self._manifest, self._ranks = storage, manifest, ranks
-        self._strict, self._convert_dtype, self._rename = strict, convert_dtype, rename
+        self._strict, self._convert_dtype, self._rename, self._verify = strict, convert_dtype, rename, verify
         self.index = Index(manifest.tree, rename)
         self.references: dict[str, Any] = {}
         """What other workers own, and fill."""
@@ -74,6 +89,10 @@ class Filling:
         self.wanted: Wanted = {}
         self.report = Report()
         self._problems: list[str] = []
+        self._dtypes: list[str] = []
+        """What would have to be converted."""
+        self._memory: dict[Any, tuple[str, str, Any]] = {}
+        """What is to be filled so far -> its name in the state, the tensor that comes into it, and what keeps it from being freed."""
         self._finish: list[Callable[[], None]] = []
         self._commit: list[Callable[[], None]] = []
         self._models: dict[str, nn.Module] = {}
@@ -82,25 +101,25 @@ class Filling:
 
     def prepare(self, state: Any) -> None:
         """Raises CheckpointMismatch, which lists what does not fit."""
-        if not isinstance(state, Mapping | list | nn.Module) and not _has_state(state):
-            raise CheckpointMismatch(
-                f"a {type(state).__name__} cannot be loaded into: give a dict of what is to be loaded, or an object with load_state_dict"
-            )
         self._models = models_in(state)
-        self._fill(state, "")
+        if self._fill(state, "") is not state:
+            raise CheckpointMismatch(
+                f"a {type(state).__name__} cannot be loaded into, as nothing in it can be changed: give a dict or list of what is to be loaded, or an object with "
+                f"load_state_dict. Nothing has been changed"
+            )
         report, strict = self.report, self._strict
         if strict and report.missing:
-            self._problems.append(f"the checkpoint has no {_listed(report.missing)}")
+            self._problems.append(f"the checkpoint has no {named(report.missing)}")
         if strict and report.unexpected:
-            self._problems.append(f"the state has no {_listed(report.unexpected)}")
+            self._problems.append(f"the state has no {named(report.unexpected)}")
         if strict and report.reshaped:
-            self._problems.append(f"shapes differ: {_listed(report.reshaped)}")
+            self._problems.append(f"shapes differ: {report.shapes}")
+        if self._dtypes:
+            self._problems.append(f"dtypes differ: {listed(self._dtypes)} (convert_dtype=True converts)")
         if self._problems:
-            hint = (
-                ""
-                if not strict or not report
-                else ". strict=False leaves those out; rename= gives others their names"
-            )
+            hint = ""
+            if strict and (report.missing or report.unexpected or report.reshaped):
+                hint = ". strict=False leaves those out; rename= gives others their names"
             raise CheckpointMismatch(
                 f"{self._storage} does not fit the state: {'; '.join(self._problems)}. Nothing has been changed{hint}"
             )
@@ -119,7 +138,10 @@ class Filling:
             if owner is not None:
                 return self._optimizer(value, owner, name)
         if isinstance(value, PerRank):
-            return PerRank(self._for_this_rank(value, name))
+            found = self._for_this_rank(value.value, name)
+            return value if found is value.value else PerRank(found)
+        if isinstance(value, np.ndarray) and (tensor := _tensor_of(value)) is not None:
+            return self._array(value, tensor, name)
         if isinstance(value, Mapping):
             return self._mapping(value, name)
         if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
@@ -130,8 +152,7 @@ class Filling:
         return self._value(value, name)
 
     def _mapping(self, value: Mapping[Any, Any], name: str) -> Any:
-        place = self.index.take(name) if name else None
-        if name and place is None:
+        if name and self.index.take(name) is None and not self.index.below(name):
             return self._miss(value, name)
         for key, each in value.items():
             found = self._fill(each, joined(name, key))
@@ -148,8 +169,10 @@ class Filling:
         inside = place.node.get("list", place.node.get("tuple")) if isinstance(place.node, dict) else None
         if inside is None or len(inside) != len(value):
             if any(isinstance(each, Tensor | Shards | nn.Module) or _has_state(each) for each in value):
-                self.report.reshaped.append(name)
-                return value
+                there = "no list" if inside is None else f"{len(inside)} values"
+                return self._differs(
+                    value, name, f"has {len(value)} values in the state and {there} in the checkpoint"
+                )
             return self._value(value, name)
         found = [self._fill(each, joined(name, i)) for i, each in enumerate(value)]
         if all(new is old for new, old in zip(found, value, strict=True)):
@@ -162,6 +185,8 @@ class Filling:
 
     def _value(self, value: Any, name: str) -> Any:
         """Anything else is taken as it was saved."""
+        if (place := self.index.get(name)) is not None and place.is_per_rank:
+            return self._for_this_rank(value, name)
         place = self.index.take_all(name)
         if place is None:
             return self._miss(value, name)
@@ -170,11 +195,17 @@ class Filling:
         return self._taken(decode(place.node, place.name, self._ranks.rank), None, name)
 
     def _number_of(self, tensor: str, value: Any, name: str) -> Any:
-        if self._manifest.tensors[tensor].shape:
-            self.report.reshaped.append(name)
-            return value
-        made = self._fresh(tensor, name)
-        return _Later(made)
+        shape = self._info(tensor, name).shape
+        if shape:
+            return self._differs(
+                value, name, f"is a number in the state and a tensor of shape {shape} in the checkpoint"
+            )
+        return _Later(self._fresh(tensor, name))
+
+    def _differs(self, value: Any, name: str, how: str) -> Any:
+        self.report.reshaped.append(name)
+        self.report.differences[name] = how
+        return value
 
     def _miss(self, value: Any, name: str) -> Any:
         self.report.missing.append(name)
@@ -194,7 +225,7 @@ class Filling:
             )
 
         def put() -> None:
-            container[key] = value.tensor.item() if isinstance(value, _Later) else value
+            container[key] = _settled(value)
 
         self._commit.append(put)
 
@@ -211,29 +242,59 @@ class Filling:
 
     def _from_number(self, value: Tensor | Shards, place: Place, name: str) -> Any:
         number = decode(place.node, place.name, self._ranks.rank)
-        if isinstance(value, Tensor) and value.dim() == 0 and isinstance(number, int | float):
-            self._commit.append(lambda: (value.detach().fill_(number), None)[1])
+        shape = tuple(value.shape)
+        if not isinstance(value, Tensor) or shape or not isinstance(number, int | float):
+            return self._differs(
+                value, name, f"is a tensor of shape {shape} in the state and none in the checkpoint"
+            )
+        made = _as_tensor(number, value.dtype, self._convert_dtype)
+        if made is None:
+            self._dtypes.append(f"{name!r} is {value.dtype} in the state and {number!r} in the checkpoint")
         else:
-            self.report.reshaped.append(name)
+            self._commit.append(lambda: (value.detach().copy_(made), None)[1])
         return value
+
+    def _array(self, value: np.ndarray[Any, Any], tensor: Tensor, name: str) -> Any:
+        """An array of numpy, whose memory is filled; one that is not to be written gets another in its place."""
+        if value.flags.writeable:
+            self._tensor(tensor, name)
+            return value
+        place = self.index.get(name)
+        made = np.empty(value.shape, value.dtype)
+        if place is None or place.is_per_rank:
+            return self._value(value, name)
+        self._tensor(torch.from_numpy(made), name)
+        return value if name in self.report.differences else made
 
     def _into(self, value: Tensor | Shards, tensor: str, name: str) -> bool:
         """Have a tensor's memory filled; False if it cannot be."""
         info = self._info(tensor, name)
         if tuple(value.shape) != info.shape:
-            self.report.reshaped.append(name)
+            self._differs(
+                value, name, f"is {tuple(value.shape)} in the state and {info.shape} in the checkpoint"
+            )
             return False
         if value.dtype != info.dtype and not self._convert_dtype:
-            self._problems.append(
-                f"{name!r} is {value.dtype} in the state and {info.dtype} in the checkpoint (convert_dtype=True converts)"
-            )
+            self._dtypes.append(f"{name!r} is {value.dtype} in the state and {info.dtype} in the checkpoint")
             return False
         if self._ranks.is_cut_off and isinstance(value, Tensor) and type(value) in (Tensor, nn.Parameter):
             boxes, tensors = [Box.whole(info.shape)], [value.detach()]
         else:
             shards = shards_of(value, self._ranks.group, name=name)
             boxes, tensors = shards.spread.boxes(self._ranks.rank), shards.tensors
-        self.wanted[name] = tensor, boxes, tensors
+        before, source, _ = self._memory.setdefault(_memory_of(value), (name, tensor, value))
+        if source == tensor and before != name:
+            return True  # it comes into that memory already
+        if source != tensor and not have_same(
+            self._storage, self._manifest, source, tensor, boxes, value.dtype, self._verify
+        ):
+            self._problems.append(
+                f"{before!r} and {name!r} are one memory in the state, and {source!r} and {tensor!r} have different elements in the checkpoint, of which it could only "
+                f"have one: rename= the one that is not wanted to a name that the state does not have, or give each its own memory"
+            )
+            return False
+        if source == tensor:
+            self.wanted[name] = tensor, boxes, tensors
         return True
 
     def _info(self, tensor: str, name: str) -> TensorInfo:
@@ -245,9 +306,8 @@ class Filling:
         return info
 
     def _fresh(self, tensor: str, name: str) -> Tensor:
-        info = self._info(tensor, name)
-        made = torch.empty(info.shape, dtype=info.dtype)
-        self.wanted[name] = tensor, [Box.whole(info.shape)], [made]
+        made = memory_for(self._storage, self._manifest, tensor)
+        self.wanted[name] = tensor, [Box.whole(made.shape)], [made]
         return made
 
     # -- objects ------------------------------------------------------------------------------------------
@@ -258,23 +318,38 @@ class Filling:
             self._miss(module, name)
             return
         others: dict[str, Any] = {}
-        for key, value in module_state(module, self._ranks.group, self._ranks.is_cut_off).items():
+        state = module_state(module, self._ranks.group, self._ranks.is_cut_off)
+        same = identities(module, state)
+        there = {same[key] for key in state if self.index.get(joined(name, key)) is not None}
+        for key, value in state.items():
+            is_tensor = isinstance(value, Tensor | Shards)
+            if is_tensor and same[key] in there and self.index.get(joined(name, key)) is None:
+                continue  # tied to another that is there, and stored once
             found = self._fill(value, joined(name, key))
-            if not isinstance(value, Tensor | Shards):
+            if not is_tensor:
                 others[key] = found
-        self._leave(name)
+        if name:
+            self._leave(name)
         if others:
-            self._commit.append(lambda: (module.load_state_dict(others, strict=False), None)[1])
+            self._later_given(
+                module,
+                name,
+                lambda: module.load_state_dict({k: _settled(v) for k, v in others.items()}, strict=False),
+            )
 
     def _optimizer(self, optimizer: Optimizer, owner: Any, name: str) -> Any:
         place = self.index.take_all(name)
         if place is None:
             return self._miss(optimizer, name)
-        filling = OptimizerFilling(optimizer, owner, place, name, self._storage, self._manifest, self._ranks, self._rename)  # fmt: skip
+        model = self.index.get(owner.name)
+        was = None if model is None else model.name
+        filling = OptimizerFilling(optimizer, owner, place, name, self._storage, self._manifest, self._ranks, self._rename, was, self._verify)  # fmt: skip
         filling.prepare(self._strict, self._convert_dtype)
         self.wanted |= filling.wanted
         self.report.missing += filling.missing
         self.report.unexpected += filling.unexpected
+        self.report.reshaped += filling.reshaped
+        self.report.differences |= filling.reshaped
         self._finish.append(filling.finish)
         self._commit.append(filling.commit)
         return optimizer
@@ -297,29 +372,50 @@ class Filling:
 
     def _object(self, value: Any, name: str) -> None:
         """What has `load_state_dict` knows itself what its state is: it gets all that was saved of it."""
-        place = self.index.take_all(name) if name else Place(self._manifest.tree, "")
+        place = self.index.take_all(name)
         if place is None:
             self._miss(value, name)
             return
         saved = self._taken(decode(place.node, place.name, self._ranks.rank), value.state_dict(), name)
-        self._commit.append(lambda: value.load_state_dict(saved))
+        self._later_given(value, name, lambda: value.load_state_dict(saved))
 
-    def _for_this_rank(self, value: PerRank, name: str) -> Any:
-        place = self.index.take_all(name)
-        if place is None:
-            return self._miss(value.value, name)
-        saved = decode(place.node, place.name, self._ranks.rank)
-        if not isinstance(saved, PerRank):
-            return self._taken(saved, value.value, name)
-        if len(place.node["ranks"]) <= self._ranks.rank:
-            self.report.missing.append(f"{name} of rank {self._ranks.rank}")
-            return value.value
-        return self._taken(saved.value, value.value, name)
+    def _later_given(self, value: Any, name: str, give: Callable[[], Any]) -> None:
+        def commit() -> None:
+            try:
+                give()
+            except Exception as exc:
+                raise CheckpointError(
+                    f"load_state_dict of {name!r}, a {type(value).__name__}, raised {type(exc).__name__}: {exc}. What comes before it in the state has been loaded, and all tensors; what "
+                    f"comes after it has not: load again before the state is used"
+                ) from exc
+
+        self._commit.append(commit)
+
+    def _for_this_rank(self, value: Any, name: str) -> Any:
+        """What the rank of this number has saved is looked at as a checkpoint of its own."""
+        place = self.index.get(name)
+        if place is None or not place.is_per_rank:
+            return self._fill(value, name)
+        self.index.take(name)
+        every, rank = place.node["ranks"], self._ranks.rank
+        # A rank that has not had it at all has left nothing; which is also what None leaves, but no object takes that.
+        if rank >= len(every) or (
+            every[rank] is None and (_has_state(value) or isinstance(value, Tensor | Shards))
+        ):
+            self.report.unsaved.append(name)
+            return value
+        outer, self.index = self.index, Index(every[rank], None, joined(place.name, f"rank{rank}"), name)
+        try:
+            return self._fill(value, name)
+        finally:
+            self.index = outer
 
     def _taken(self, saved: Any, now: Any, name: str) -> Any:
         """What was saved, its tensors in the memory of those that are there now, where they are alike."""
         if isinstance(saved, TensorAt):
             info = self._info(saved.name, name)
+            if isinstance(now, np.ndarray):
+                return _array_of(self._fresh(saved.name, name))
             if isinstance(now, Tensor | Shards) and (tuple(now.shape), now.dtype) == (info.shape, info.dtype):
                 self._into(now, saved.name, name)
                 return now
@@ -358,6 +454,50 @@ def _has_state(value: Any) -> bool:
     return has and not isinstance(value, type)
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(repr(name) for name in names[:_SHOWN]) + more
+def _settled(value: Any) -> Any:
+    """With the numbers that have been read meanwhile."""
+    if isinstance(value, _Later):
+        return value.tensor.item()
+    if isinstance(value, PerRank):
+        return PerRank(_settled(value.value)) if isinstance(value.value, _Later | tuple) else value
+    if isinstance(value, tuple) and not isinstance(value, torch.Size):
+        found = [_settled(each) for each in value]
+        return type(value)(*found) if hasattr(value, "_fields") else tuple(found)
+    return value
+
+
+def _as_tensor(number: float, dtype: torch.dtype, convert: bool) -> Tensor | None:
+    """A number as a dtype has it, but for rounding; None if it would be another one, unless that is asked for, or if there is none like it."""
+    try:
+        made = torch.tensor(number, dtype=dtype)
+    except (RuntimeError, OverflowError, ValueError):
+        return None
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return made if convert or made.item() == number else None
+    is_finite = bool(made.isfinite())
+    return made if is_finite or not math.isfinite(number) else None
+
+
+def _tensor_of(array: np.ndarray[Any, Any]) -> Tensor | None:
+    """In the memory of an array, if it is of a kind that torch knows."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is not to be written, which is looked at
+        try:
+            return torch.from_numpy(array)
+        except (TypeError, ValueError):
+            return None
+
+
+def _array_of(tensor: Tensor) -> Any:
+    """In the memory of a tensor, if numpy has its dtype."""
+    try:
+        return tensor.numpy()
+    except TypeError:
+        return tensor
+
+
+def _memory_of(value: Tensor | Shards) -> Any:
+    """The same for tensors that are in one place."""
+    if isinstance(value, Tensor) and type(value) in (Tensor, nn.Parameter) and value.numel():
+        return value.data_ptr(), value.shape, value.stride(), value.dtype, value.device
+    return id(value)

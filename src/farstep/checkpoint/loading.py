@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from farstep.checkpoint.elsewhere import target_of
@@ -16,9 +16,10 @@ from farstep.checkpoint.storage import Storage, storage_of
 from farstep.checkpoint.stored_values import read_values
 from farstep.checkpoint.tree import decode
 from farstep.checkpoint.writing import Progress
+from farstep.errors import CheckpointError, DamagedCheckpoint
 from farstep.state.adapters.ranks import Group
 
-__all__ = ["load", "manifest_of", "read"]
+__all__ = ["check_alike", "load", "manifest_of", "partly_loaded", "read"]
 
 
 def load(
@@ -58,22 +59,49 @@ def load(
     storage, manifest = opened_by_all(given, ranks, verify)
     doing = f"loading from {storage}"
     filling: Filling | None = None
-    with ranks.all_or_none(doing):
-        filling = Filling(storage, manifest, ranks, strict, convert_dtype, rename)
+    error: Exception | None = None
+    mark = f"{strict} {convert_dtype} {verify} "
+    try:
+        filling = Filling(storage, manifest, ranks, strict, convert_dtype, rename, verify)
         filling.prepare(state)
+        if rename is not None:  # functions are compared by what they give
+            mark += repr([(name, place.name) for name, place in filling.index.places.items()])
+    except Exception as exc:
+        error = exc
+    check_alike(ranks, error, doing, mark)
     assert filling is not None
     owners = None
     if filling.references or filling.spread_optimizers:
         from farstep.checkpoint.rpc_loading import OwnersLoad
 
         owners = OwnersLoad(filling, target_of(given), storage, manifest, strict, convert_dtype, rename, verify, ranks.rpc_timeout)  # fmt: skip
-    with ranks.all_or_none(doing), owners or nullcontext():
-        fill(storage, manifest, filling.wanted, ranks=ranks.count, verify=verify, progress=progress)
-        filling.finish()
-    if owners is not None:
-        owners.commit()
-    filling.commit()
+    with partly_loaded():
+        with ranks.all_or_none(doing), owners or nullcontext():
+            fill(storage, manifest, filling.wanted, ranks=ranks.count, verify=verify, progress=progress)
+            filling.finish()
+        with ranks.all_or_none(doing):
+            if owners is not None:
+                owners.commit()
+            filling.commit()
     return filling.report
+
+
+def check_alike(ranks: Ranks, error: Exception | None, doing: str, settings: str) -> None:
+    """All go on, or all raise; they do too if what was given to load with is not the same on all."""
+    if not ranks.agree(error, doing, settings.encode()):
+        raise CheckpointError(
+            f"{doing}: the ranks have given different arguments (strict, convert_dtype, verify, rename or key), or a function that renames otherwise. Give the same on all; nothing has been changed"
+        )
+
+
+@contextmanager
+def partly_loaded() -> Iterator[None]:
+    """Damage that is found here is found in the middle."""
+    try:
+        yield
+    except DamagedCheckpoint as exc:
+        exc.is_partly_loaded = True
+        raise
 
 
 def read(

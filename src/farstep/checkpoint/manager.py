@@ -11,6 +11,7 @@ from typing import Any, Literal
 from farstep.checkpoint.async_save import saved_behind
 from farstep.checkpoint.filling import Report
 from farstep.checkpoint.handle import SaveHandle, settle
+from farstep.checkpoint.listing import named
 from farstep.checkpoint.loading import load, manifest_of
 from farstep.checkpoint.manifest import MANIFEST, Manifest, is_ours
 from farstep.checkpoint.ranks import Ranks
@@ -52,9 +53,10 @@ class CheckpointManager:
     Each checkpoint is a directory of its own, `step_000000100`, which `load` and the command line read as any other. When a new one is whole, those go
     that are kept for no reason: the last `keep_last`, the `keep_best` whose metric is the least (`best="min"`) or greatest, and those whose step is a
     multiple of `keep_every`. With no reason given all are kept. The newest stays in any case, and the one that was just saved. A directory that is not called so, and a file that no save
-    writes, are never touched; a checkpoint that is damaged is left for you to look at.
+    writes, are never touched; a checkpoint that is damaged, by its manifest or because `resume` has found it so, counts for nothing and is left for you to look at.
 
-    `metric` is a number, or a mapping of several, of which `monitor` names the one that counts. What is not finite is no metric.
+    `metric` is a number, or a mapping of several, of which `monitor` names the one that counts. What is not finite is no metric. Of ranks that give different ones the first's counts,
+    and a warning says so.
 
     All ranks of the group make a manager with the same arguments, and call `save`, `async_save` and `resume` together; anything else, each for itself. One manager at a time works in a directory.
     """
@@ -79,6 +81,8 @@ class CheckpointManager:
         self._rpc_timeout = rpc_timeout
         self._metrics: dict[int, float | None] = {}
         """Of checkpoints whose manifests have been read, or written, by this manager."""
+        self._damaged: set[int] = set()
+        """Those that could not be loaded. They count for nothing, and are left to be looked at."""
 
     # -- saving -------------------------------------------------------------------------------------------
 
@@ -119,47 +123,71 @@ class CheckpointManager:
         info: dict[str, Any] = {}
         with ranks.all_or_none(f"saving into {self._storage}"):
             info = {"step": _checked_step(step), "metric": _metric(metric, self._monitor)}
-        if not ranks.agree(None, f"saving into {self._storage}", repr(step).encode()):
+        every = ranks.everyones((info["step"], info["metric"]), f"saving into {self._storage}") or []
+        if len({each for each, _ in every}) > 1:
             raise CheckpointError(
                 f"saving into {self._storage}: the ranks have given different steps (this one {step}). Nothing has been saved"
             )
+        metrics = {each for _, each in every} - {None}
+        if len(metrics) > 1:
+            with ranks.all_or_none(f"saving into {self._storage}"):  # a warning may be an error
+                if ranks.rank == 0:
+                    warnings.warn(
+                        f"saving step {step} into {self._storage}: the ranks have given different metrics, from {min(metrics)} to {max(metrics)}. That of the first rank counts, "
+                        f"{info['metric']}: give all the same, such as a mean over the ranks",
+                        RuntimeWarning,
+                        stacklevel=3,
+                    )
         return self._storage.at(_name(step)), ranks, info
 
     def _write(self, draft: Draft, progress: Progress | None) -> None:
         written(draft, progress)
-        if draft.ranks.rank == 0:
-            step = draft.info["step"]
-            self._metrics[step] = draft.info["metric"]
-            try:
-                self._let_go(step)
-            except Exception as exc:
-                warnings.warn(
-                    f"{draft.storage} has been saved, but older checkpoints could not be removed ({type(exc).__name__}: {exc}); the next save tries again",
-                    RuntimeWarning,
-                    stacklevel=3,
-                )
+        step = draft.info["step"]
+        self._damaged.discard(step)
+        with draft.ranks.all_or_none(
+            draft.doing
+        ):  # nobody goes on before what is not kept is gone: all see the same steps
+            if draft.ranks.rank == 0:
+                self._metrics[step] = draft.info["metric"]
+                self._let_go_of_others(draft)
+
+    def _let_go_of_others(self, draft: Draft) -> None:
+        try:
+            self._let_go(draft.info["step"])
+        except Exception as exc:
+            warnings.warn(
+                f"{draft.storage} has been saved, but older checkpoints could not be removed ({type(exc).__name__}: {exc}); the next save tries again",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
     def _let_go(self, saved: int) -> None:
         """What no reason keeps, and what saves have left that did not finish."""
         steps, unfinished = self._found()
-        newest = steps[-1] if steps else saved
+        metrics = self._whole(steps)
+        newest = max(metrics, default=saved)
         if saved < newest:
             warnings.warn(
                 f"step {saved} was saved into {self._storage}, which has step {newest} already: that is what resume takes. delete({newest}) if it is not to be gone on with",
                 RuntimeWarning,
                 stacklevel=4,
             )
-        metrics = {}
-        for step in steps:
-            try:
-                metrics[step] = self._metric_of(step)
-            except (DamagedCheckpoint, NoCheckpoint):
-                pass  # not whole, so it counts for nothing
         for step in sorted(metrics.keys() - self._retention.kept(metrics) - {saved}):
             self._remove(step)
         for step in unfinished:
             if step != saved:
                 self._remove(step)
+
+    def _whole(self, steps: list[int]) -> dict[int, float | None]:
+        """The metrics of those that are not known to be damaged, nor have a manifest that is."""
+        found = {}
+        for step in steps:
+            try:
+                if step not in self._damaged:
+                    found[step] = self._metric_of(step)
+            except (DamagedCheckpoint, NoCheckpoint):
+                continue
+        return found
 
     def delete(self, step: int) -> None:
         """Remove a step's checkpoint, whole or not. By one rank; for all."""
@@ -181,6 +209,7 @@ class CheckpointManager:
         except FileNotFoundError:
             pass
         self._metrics.pop(step, None)
+        self._damaged.discard(step)
         storage.remove_if_empty()
 
     # -- what there is ------------------------------------------------------------------------------------
@@ -190,9 +219,12 @@ class CheckpointManager:
         return self._found()[0]
 
     def newest(self) -> int | None:
-        """The last step whose checkpoint has a manifest that is valid and all its files, as long as they should be. Their content is compared when it is loaded."""
+        """The last step whose checkpoint has a manifest that is valid and all its files, as long as they should be. Their content is compared when it is loaded;
+        one that this manager has found damaged then is passed over."""
         for step in reversed(self.steps()):
             try:
+                if step in self._damaged:
+                    continue
                 _check_files(self._storage.at(_name(step)))
                 return step
             except (DamagedCheckpoint, NoCheckpoint):
@@ -200,14 +232,8 @@ class CheckpointManager:
         return None
 
     def best(self) -> int | None:
-        """The step with the best metric; None if none has any."""
-        metrics = {}
-        for step in self.steps():
-            try:
-                metrics[step] = self._metric_of(step)
-            except (DamagedCheckpoint, NoCheckpoint):
-                continue
-        return next(iter(self._retention.ranked(metrics)), None)
+        """The step with the best metric; None if none has any. One that this manager has found damaged is passed over."""
+        return next(iter(self._retention.ranked(self._whole(self.steps()))), None)
 
     def metric(self, step: int) -> float | None:
         """What a checkpoint was saved with."""
@@ -218,7 +244,7 @@ class CheckpointManager:
         return self._storage.at(_name(step))
 
     def _found(self) -> tuple[list[int], list[int]]:
-        """Steps that have a manifest, and steps that have only what a save leaves that does not finish."""
+        """Steps that have a manifest, and steps that have only what is left by a save that does not finish, or by a removal: files of ours, or nothing."""
         steps, unfinished = [], []
         for name in self._storage.directories():
             match = _DIRECTORY.fullmatch(name)
@@ -227,7 +253,7 @@ class CheckpointManager:
             names = self._storage.at(name).names()
             if MANIFEST in names:
                 steps.append(int(match[1]))
-            elif names and all(map(is_ours, names)):
+            elif all(map(is_ours, names)):
                 unfinished.append(int(match[1]))
         return sorted(steps), sorted(unfinished)
 
@@ -244,6 +270,9 @@ class CheckpointManager:
         One that is damaged is passed over for the one before it, with a warning, and is named in the result's `skipped`; if none is whole,
         DamagedCheckpoint is raised. A state that does not fit is an error, and so is a storage that does not answer: going back would not
         mend those. With `step` that one is loaded, or else it is an error.
+
+        With `strict=False` what a checkpoint does not have stays as it is. That cannot be, where a damaged one was begun with before: then it may have what that one has,
+        which is DamagedCheckpoint too.
         """
         ranks = Ranks(self._group, self._no_dist)
         doing = f"resuming from {self._storage}"
@@ -256,12 +285,22 @@ class CheckpointManager:
         if step is not None:
             return Resumed(step, {}, self._load(state, step, options))
         skipped: dict[int, str] = {}
+        begun: list[int] = []
         for each in reversed(steps):
             try:
                 report = self._load(state, each, options)
             except (DamagedCheckpoint, NoCheckpoint) as exc:
                 skipped[each] = str(exc)
+                if isinstance(exc, DamagedCheckpoint) and exc.is_partly_loaded:
+                    begun.append(each)
                 continue
+            with ranks.all_or_none(doing):
+                if begun and (report.missing or report.reshaped or report.unsaved):
+                    left = named([*report.missing, *report.reshaped, *report.unsaved])
+                    raise DamagedCheckpoint(
+                        f"{doing}: step {each} has been loaded, but what it does not have ({left}) may have been overwritten from {_listed(begun)}, which is damaged. "
+                        f"Make the state anew, and resume with step={each}"
+                    )
             if skipped:
                 warnings.warn(
                     f"{doing}: step {each} has been loaded, and not {_listed(list(skipped))}, which cannot be: {'; '.join(skipped.values())}",
@@ -277,7 +316,11 @@ class CheckpointManager:
 
     def _load(self, state: Any, step: int, options: dict[str, Any]) -> Report:
         options = {"rpc_timeout": self._rpc_timeout, **options}
-        return load(state, self._storage.at(_name(step)), group=self._group, no_dist=self._no_dist, **options)
+        try:
+            return load(state, self.path(step), group=self._group, no_dist=self._no_dist, **options)
+        except DamagedCheckpoint:
+            self._damaged.add(step)
+            raise
 
 
 def _name(step: int) -> str:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from farstep.checkpoint.elsewhere import reference_in
+from farstep.checkpoint.tree import joined
 from farstep.errors import CheckpointError
 from farstep.state import named_shards, optim_state_dict
 from farstep.state.adapters.modules import named_tensors, reshard
 from farstep.state.adapters.names import clean_name
 from farstep.state.adapters.ranks import Group, size_of
 
-__all__ = ["Optimizer", "Owner", "models_in", "module_state", "optimizer_state", "owner_of"]
+__all__ = ["Optimizer", "Owner", "identities", "models_in", "module_state", "optimizer_state", "owner_of"]
 
 
 def models_in(state: Any, name: str = "", depth: int = 0) -> dict[str, nn.Module]:
@@ -65,6 +66,15 @@ def module_state(module: nn.Module, group: Group, alone: bool = False) -> dict[s
     return found
 
 
+def identities(module: nn.Module, state: Mapping[str, Any]) -> dict[str, int]:
+    """For each name of a model's state what is the same for names of one tensor, as tied weights have."""
+    found = {key: id(value) for key, value in state.items()}
+    for raw, tensor in named_tensors(module, buffers=False, remove_duplicate=False):
+        if (name := clean_name(module, raw)) in found:
+            found[name] = id(tensor)
+    return found
+
+
 def _has_flat_parameters(module: nn.Module) -> bool:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     kind = getattr(fsdp, "FullyShardedDataParallel", None)
@@ -72,10 +82,46 @@ def _has_flat_parameters(module: nn.Module) -> bool:
 
 
 class Owner:
-    """The model whose parameters an optimizer steps, and where it is in the state."""
+    """The model whose parameters an optimizer steps, and where it is in the state. `several`: where those are that `model` is made of."""
 
-    def __init__(self, name: str, model: nn.Module) -> None:
-        self.name, self.model = name, model
+    def __init__(self, name: str, model: nn.Module, several: Sequence[str] = ()) -> None:
+        self.name, self.model, self.several = name, model, several
+
+    @classmethod
+    def of_several(cls, models: Mapping[str, nn.Module]) -> Owner:
+        together = nn.Module()
+        for where, model in models.items():
+            together.add_module(_child(where), model)
+        return cls("", together, list(models))
+
+    def in_state(self, parameter: str) -> str:
+        """The name that a parameter of the model has in the state."""
+        if self.several:
+            head, _, rest = parameter.partition(".")
+            return joined(_where(head), rest)
+        return joined(self.name, parameter)
+
+    def in_model(self, name: str) -> str:
+        """The inverse; a name that is in no model stays."""
+        if self.several:
+            for where in sorted(self.several, key=len, reverse=True):
+                if name.startswith(f"{where}."):
+                    return joined(_child(where), name[len(where) + 1 :])
+            return name
+        return name.removeprefix(f"{self.name}.") if self.name else name
+
+
+_taken = nn.Module()
+
+
+def _child(where: str) -> str:
+    """A name for a model among others, which no attribute of a module has, and no model that is elsewhere."""
+    name = where.replace("~", "~0").replace(".", "~1")
+    return f"~2{name}" if hasattr(_taken, name) else name
+
+
+def _where(child: str) -> str:
+    return child.removeprefix("~2").replace("~1", ".").replace("~0", "~")
 
 
 def owner_of(optimizer: Optimizer, models: Mapping[str, nn.Module], name: str) -> Owner | None:
@@ -98,7 +144,7 @@ def owner_of(optimizer: Optimizer, models: Mapping[str, nn.Module], name: str) -
             f"{name!r} steps parameters that no model in the state has, and others that {', '.join(map(repr, having))} has: its state goes by their names, "
             f"so give all its models"
         )
-    return Owner("", nn.ModuleDict({where.replace(".", "_"): model for where, model in having.items()}))
+    return Owner.of_several(having)
 
 
 def _stepped_in(model: nn.Module) -> set[int]:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from farstep.checkpoint.filling import Report
 from farstep.checkpoint.filling_optimizers import OptimizerFilling
+from farstep.checkpoint.loading import check_alike, partly_loaded
 from farstep.checkpoint.manifest import Manifest
 from farstep.checkpoint.objects import Owner
 from farstep.checkpoint.ranks import Ranks
@@ -56,17 +57,26 @@ def load_optimizer(
     storage, manifest = opened_by_all(storage_of(path, storage_options), ranks, verify)
     doing = f"loading the optimizer's state from {storage}"
     filling: OptimizerFilling | None = None
-    with ranks.all_or_none(doing):
+    error: Exception | None = None
+    mark = f"{key} {strict} {convert_dtype} {verify} "
+    try:
         place = _place(manifest, storage, key)
         place = Place(_by_names(place, lambda: roster_of(model, optimizer, ranks.group)), place.name)
-        filling = OptimizerFilling(optimizer, Owner("", model), place, place.name, storage, manifest, ranks, rename)  # fmt: skip
+        filling = OptimizerFilling(optimizer, Owner("", model), place, place.name, storage, manifest, ranks, rename, verify=verify)  # fmt: skip
         filling.prepare(strict, convert_dtype)
+        if rename is not None:
+            mark += repr(filling.names)
+    except Exception as exc:
+        error = exc
+    check_alike(ranks, error, doing, mark)
     assert filling is not None
-    with ranks.all_or_none(doing):
-        fill(storage, manifest, filling.wanted, ranks=ranks.count, verify=verify, progress=progress)
-        filling.finish()
-    filling.commit()
-    return Report(filling.missing, filling.unexpected)
+    with partly_loaded():
+        with ranks.all_or_none(doing):
+            fill(storage, manifest, filling.wanted, ranks=ranks.count, verify=verify, progress=progress)
+            filling.finish()
+        with ranks.all_or_none(doing):
+            filling.commit()
+    return Report(filling.missing, filling.unexpected, list(filling.reshaped), differences=filling.reshaped)
 
 
 # -- where it is ------------------------------------------------------------------------------------------

@@ -272,13 +272,18 @@ class Reader:
         at = int(manifest.boxes.at[row]) + first * block
         got = self._files[number].read_into(at, into)
         if got != into.nbytes:
-            raise self._damaged(row, f"ends at byte {at + got}, before it does")
+            length = at + got if got else _length(self._files[number], at)
+            raise self._damaged(
+                row, f"is {length:,} bytes long, of {manifest.files[number].nbytes:,} that were written"
+            )
         if not self._verify:
             return
         checksum = int(manifest.first_checksum[row]) + first
         for start in range(0, into.nbytes, block):
-            if xxhash.xxh3_64_intdigest(into[start : start + block]) != int(manifest.checksums[checksum]):
-                raise self._damaged(row, f"has been changed in the {block} bytes from {at + start} on")
+            part = into[start : start + block]
+            if xxhash.xxh3_64_intdigest(part) != int(manifest.checksums[checksum]):
+                begin, end = at + start, at + start + part.nbytes
+                raise self._damaged(row, f"has been changed within its bytes {begin:,} to {end:,}")
             checksum += 1
 
     def _damaged(self, row: int, what: str) -> DamagedCheckpoint:
@@ -288,6 +293,18 @@ class Reader:
         return DamagedCheckpoint(
             f"{self._files._storage}: the file {file}, which has {name!r}, {what}. What has been read of it is not what was saved: load another checkpoint"
         )
+
+
+def _length(file: StoredFile, most: int) -> int:
+    """Of a file that is at most so long."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high) // 2
+        if file.read_into(middle, memoryview(bytearray(1))):
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 def _contiguous_span(sizes: Sequence[int], region: Box, itemsize: int) -> int | None:

@@ -174,17 +174,17 @@ def prepare(
     convert_dtype: bool,
     rename: Rename | None,
     verify: bool,
-) -> tuple[RRef[_Load], tuple[list[str], list[str], list[str]]]:
+) -> tuple[RRef[_Load], tuple[list[str], list[str], list[str], dict[str, str]]]:
     """Look whether these fit. Nothing is read yet, but for the manifest. Returns what `fill` and `commit` take, and the report."""
     if rename is not None and not isinstance(rename, Mapping):
         raise CheckpointError("names to rename come as a mapping")
     storage, manifest = _opened(target, save, verify)
     values = {name: _value(name, rref) for name, rref in entries}
-    filling = Filling(storage, manifest, Ranks(alone=True), strict, convert_dtype, rename)
+    filling = Filling(storage, manifest, Ranks(alone=True), strict, convert_dtype, rename, verify)
     filling.prepare(values)
     _refuse_nested({**filling.references, **filling.spread_optimizers})
     report = filling.report
-    return RRef(_Load(storage, manifest, filling, verify)), (report.missing, report.unexpected, report.reshaped)  # fmt: skip
+    return RRef(_Load(storage, manifest, filling, verify)), (report.missing, report.unexpected, report.reshaped, report.differences)  # fmt: skip
 
 
 def fill(load: RRef[_Load], timeout_s: float) -> None:

@@ -122,11 +122,12 @@ class OwnersLoad:
         if outcome.errors:
             raise self._failure(outcome, "cannot load its part", "Nothing has been changed")
         report = self._filling.report
-        for owner, (load, (missing, unexpected, reshaped)) in outcome.results.items():
+        for owner, (load, (missing, unexpected, reshaped, differences)) in outcome.results.items():
             self._loads[owner] = load
             report.missing += missing
             report.unexpected += unexpected
             report.reshaped += reshaped
+            report.differences |= differences
 
     def _prepare_optimizer(self, optimizer: DistributedOptimizer, place: Place, name: str) -> None:
         states, groups = self._saved(place, name)

@@ -14,6 +14,7 @@ from farstep.checkpoint.ranks import Ranks
 from farstep.checkpoint.reading import Wanted
 from farstep.checkpoint.sources import fill, opened_by_all
 from farstep.checkpoint.storage import Storage, storage_of
+from farstep.checkpoint.stored_values import memory_for
 from farstep.checkpoint.tree import PerRank, TensorAt, children, decode, is_container
 from farstep.errors import CheckpointError, CheckpointMismatch
 from farstep.state import Box, Shards, like, local_tensors, shards_of
@@ -47,7 +48,7 @@ def load_sharded_optimizer_state_dict(
     doing = f"loading {optimizer_key!r} from {storage}"
     result: dict[str, Any] = {}
     with ranks.all_or_none(doing):
-        making = _Making(model_state_dict, manifest)
+        making = _Making(model_state_dict, storage, manifest)
         result = {optimizer_key: making.built(_node(manifest, storage, optimizer_key), optimizer_key)}
         making.check(optimizer_key)
         fill(storage, manifest, making.wanted, ranks=ranks.count)
@@ -89,8 +90,8 @@ def _node(manifest: Manifest, storage: Storage, key: str) -> Any:
 class _Making:
     """`wanted` is what is to be read into what was made."""
 
-    def __init__(self, model: Mapping[str, Any], manifest: Manifest) -> None:
-        self._model, self._manifest = model, manifest
+    def __init__(self, model: Mapping[str, Any], storage: Storage, manifest: Manifest) -> None:
+        self._model, self._storage, self._manifest = model, storage, manifest
         self.wanted: Wanted = {}
         self._taken = 0
         self._left: list[str] = []
@@ -155,9 +156,8 @@ class _Making:
 
     def _whole(self, value: Any, beside: Tensor | None = None) -> Any:
         if isinstance(value, TensorAt):
-            info = self._manifest.tensors[value.name]
-            made = torch.empty(info.shape, dtype=info.dtype, device=_device(beside))
-            self.wanted[value.name] = value.name, [Box.whole(info.shape)], [made]
+            made = memory_for(self._storage, self._manifest, value.name, _device(beside))
+            self.wanted[value.name] = value.name, [Box.whole(made.shape)], [made]
             return made
         if isinstance(value, PerRank):
             return self._whole(value.value, beside)
