@@ -276,7 +276,8 @@ def test_an_error_nobody_has_seen_is_raised_by_the_next_save(tmp_path: Path, aga
     save({"a": torch.ones(5)}, tmp_path)
     async_save({"a": torch.zeros(5)}, Broken(tmp_path))
     with pytest.raises(
-        StorageFailed, match=r"in the background has failed.*Input/output error.*other has not been begun: try again"
+        StorageFailed,
+        match=r"in the background has failed.*Input/output error.*other has not been begun: try again",
     ) as caught:
         again({"a": torch.zeros(5)}, tmp_path / "other")
     assert caught.value.errno == 5

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from farstep.checkpoint.dtypes import name_of
 from farstep.checkpoint.elsewhere import Elsewhere, is_below, reference_in, sharded_state, spread_optimizer
@@ -152,16 +154,15 @@ class _Collector:
         return {"ranks": [node if each == rank else None for each in range(self._ranks.count)]}
 
     def _tensor(self, value: Tensor | Shards, name: str) -> Any:
-        if isinstance(value, Tensor) and value.is_nested:
-            raise CheckpointError(
-                f"{name!r} is a nested tensor, which a checkpoint does not keep: give a list of tensors. Nothing has been saved"
-            )
+        if isinstance(value, Tensor) and (value.is_nested or is_lazy(value)):
+            what = "is a nested tensor: give a list of tensors" if value.is_nested else "has no shape yet: run its module once, which gives it one"  # fmt: skip
+            raise CheckpointError(f"{name!r} {what}. Nothing has been saved")
         self._alive.append(value)
         memory = _memory(value)
         known = None if memory is None else self._names.setdefault(memory, name)
         if known is not None and known != name:
             return {"tensor": known}
-        with _named(name):
+        try:
             if self._ranks.is_cut_off and isinstance(value, Tensor) and type(value) in (Tensor, nn.Parameter):
                 check_readable(value, name)
                 found = Shards(Spread.whole(value.shape, value.dtype, [0]), [value.detach()])
@@ -169,6 +170,8 @@ class _Collector:
                 found = on_rank(value, self._ranks.rank, self._group, name)
             else:
                 found = shards_of(value, self._group, name=name)
+        except StateError as exc:
+            raise CheckpointError(f"{exc}. Nothing has been saved") from exc
         _check_kept(found, name)
         self.tensors[name] = found
         return {"tensor": None}
@@ -180,8 +183,7 @@ def _named(name: str) -> Iterator[None]:
     try:
         yield
     except StateError as exc:
-        what = f"{exc}" if repr(name) in str(exc) else f"{name!r} cannot be saved: {exc}"
-        raise CheckpointError(f"{what}. Nothing has been saved") from exc
+        raise CheckpointError(f"{name!r} cannot be saved: {exc}. Nothing has been saved") from exc
 
 
 def _from_numpy(value: Any, name: str) -> Tensor:
@@ -199,15 +201,22 @@ def _from_numpy(value: Any, name: str) -> Tensor:
 
 def _check_kept(found: Shards, name: str) -> None:
     """Raises CheckpointError for a tensor that could not be read again."""
-    what = f"{len(found.shape)} dimensions" if len(found.shape) > MOST_DIMENSIONS else ""
+    is_kept = _is_kept(found.dtype)
+    if is_kept and len(found.shape) <= MOST_DIMENSIONS:
+        return
+    what = f"{len(found.shape)} dimensions" if is_kept else str(found.dtype)
+    raise CheckpointError(
+        f"{name!r} is a tensor of {what}, which a checkpoint does not keep. Nothing has been saved"
+    )
+
+
+@cache
+def _is_kept(dtype: torch.dtype) -> bool:
     try:
-        name_of(found.dtype)
+        name_of(dtype)
     except ValueError:
-        what = str(found.dtype)
-    if what:
-        raise CheckpointError(
-            f"{name!r} is a tensor of {what}, which a checkpoint does not keep. Nothing has been saved"
-        )
+        return False
+    return True
 
 
 def _memory(value: Tensor | Shards) -> Any:

@@ -14,7 +14,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from farstep.checkpoint.storage import MOST_READ_BYTES, Buffer, NewFile, Storage, StoredFile, aside, check_size
+from farstep.checkpoint.storage import (
+    MOST_READ_BYTES,
+    Buffer,
+    NewFile,
+    Storage,
+    StoredFile,
+    aside,
+    check_size,
+)
 from farstep.errors import CheckpointBusy, DamagedCheckpoint
 
 __all__ = ["LocalDisk", "sync_directory"]

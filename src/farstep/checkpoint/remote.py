@@ -17,7 +17,15 @@ from typing import Any
 import fsspec  # type: ignore[import-untyped]
 import fsspec.asyn  # type: ignore[import-untyped]
 
-from farstep.checkpoint.storage import MOST_READ_BYTES, Buffer, NewFile, Storage, StoredFile, aside, check_size
+from farstep.checkpoint.storage import (
+    MOST_READ_BYTES,
+    Buffer,
+    NewFile,
+    Storage,
+    StoredFile,
+    aside,
+    check_size,
+)
 from farstep.errors import CheckpointError, StorageFailed
 
 __all__ = ["RemoteStorage"]
@@ -104,7 +112,9 @@ class RemoteStorage(Storage):
         try:
             self._written(lambda: self._call("pipe_file", self._at(new), data))
             self._written(lambda: self._call("mv", self._at(new), self._at(name)))
-            if self._is_there(new):  # HDFS renames nothing in the place of a file that is there, and does not say so
+            if self._is_there(
+                new
+            ):  # HDFS renames nothing in the place of a file that is there, and does not say so
                 raise StorageFailed(
                     f"{self.url} cannot put a file in the place of another: save into a new directory"
                 )
