@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -13,10 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import Ranks
+from support.workers import Worker
 from torch import Tensor, nn
 
 import farstep.checkpoint.staging as staging_module
 from farstep.checkpoint import LocalDisk, async_save, load, read, release_staging, save
+from farstep.checkpoint.manifest import MANIFEST
 from farstep.errors import CheckpointError, NoCheckpoint, StorageFailed
 
 pytestmark = pytest.mark.timeout(120)
@@ -125,6 +129,136 @@ def test_one_copy_at_a_time(tmp_path: Path) -> None:
     assert torch.equal(read(tmp_path / "two")["a"], torch.zeros(5))
 
 
+class Slow(LocalDisk):
+    """Tells that a save has come to its files, and writes each when it may."""
+
+    def __init__(self, path: Any) -> None:
+        super().__init__(path)
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def create(self, name: str, nbytes: int) -> Any:
+        file = super().create(name, nbytes)
+        write = file.write
+
+        def wait_and_write(buffers: Any) -> None:
+            self.reached.set()
+            assert self.opened.wait(30)
+            write(buffers)
+
+        file.write = wait_and_write
+        return file
+
+
+def _ones(value: int) -> dict[str, Tensor]:
+    return {"a": torch.full((4 << 20,), value, dtype=torch.uint8)}
+
+
+def test_a_wait_that_is_interrupted_does_not_forget_the_save_under_way(tmp_path: Path) -> None:
+    """The copy that is being written is not written over by the next one."""
+    disk = Slow(tmp_path / "one")
+    first = async_save(_ones(1), disk)
+    assert disk.reached.wait(30)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(KeyboardInterrupt):
+            async_save(_ones(2), tmp_path / "two")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    third = _on_a_thread(async_save, _ones(3), tmp_path / "three")
+    third.join(0.1)
+    assert third.is_alive()  # it waits for the first
+    disk.opened.set()
+    third.join(30)
+    first.wait(30)
+    assert read(tmp_path / "one")["a"].unique().tolist() == [1]
+
+
+def test_a_save_that_waits_does_not_let_an_async_save_pass(tmp_path: Path) -> None:
+    disk = Slow(tmp_path / "one")
+    first = async_save(_ones(1), disk)
+    assert disk.reached.wait(30)
+    others = [_on_a_thread(begin, _ones(2), tmp_path / begin.__name__) for begin in (save, async_save)]
+    for each in others:
+        each.join(0.1)
+        assert each.is_alive()
+    disk.opened.set()
+    for each in others:
+        each.join(30)
+    first.wait(30)
+    assert read(tmp_path / "one")["a"].unique().tolist() == [1]
+    assert read(tmp_path / "save")["a"].unique().tolist() == [2]
+
+
+def _on_a_thread(function: Any, *args: Any) -> threading.Thread:
+    thread = threading.Thread(target=function, args=args)
+    thread.start()
+    return thread
+
+
+def test_a_directory_that_is_left_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    disk = Gate("latest")
+    handle = async_save({"a": torch.ones(3)}, disk)
+    monkeypatch.chdir(tmp_path / "there")
+    disk.opened.set()
+    handle.wait(30)
+    assert torch.equal(read(tmp_path / "here" / "latest")["a"], torch.ones(3))
+    assert not list((tmp_path / "there").iterdir())
+    assert str(disk) == "latest"  # as it was given, for messages
+    assert str(disk.at("in")) == "latest/in"
+    assert os.fspath(disk) == str(tmp_path / "here" / "latest")
+    assert MANIFEST in os.listdir(disk)
+
+
+def test_a_process_that_was_forked_meanwhile_does_not_keep_the_lock(tmp_path: Path) -> None:
+    worker = Worker("forking", tmp_path / "log")
+    try:
+        worker.run(_fork_while_saving, str(tmp_path / "saved"))
+    finally:
+        worker.close()
+
+
+def _fork_while_saving(path: str) -> None:
+    disk = Slow(path)
+    handle = async_save({"a": torch.ones(3)}, disk)
+    assert disk.reached.wait(30)
+    end, ours = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(ours)
+        os.read(end, 1)
+        os._exit(0)
+    try:
+        disk.opened.set()
+        handle.wait(30)
+        save({"a": torch.ones(3)}, path)
+    finally:
+        os.close(ours)
+        os.waitpid(child, 0)
+
+
+def test_no_more_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the call does it itself, and the next save does not wait for a thread that never was."""
+
+    def refused(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        handle = async_save({"a": torch.ones(3)}, tmp_path)
+    assert handle.done()
+    save({"a": torch.zeros(3)}, tmp_path / "next")
+    assert torch.equal(read(tmp_path)["a"], torch.ones(3))
+
+
 def test_errors_are_raised_by_wait_each_time(tmp_path: Path) -> None:
     save({"a": torch.ones(5)}, tmp_path)
     handle = async_save({"a": torch.zeros(5)}, Broken(tmp_path))
@@ -142,9 +276,11 @@ def test_an_error_nobody_has_seen_is_raised_by_the_next_save(tmp_path: Path, aga
     save({"a": torch.ones(5)}, tmp_path)
     async_save({"a": torch.zeros(5)}, Broken(tmp_path))
     with pytest.raises(
-        CheckpointError, match=r"in the background has failed.*Input/output error.*save again"
+        StorageFailed,
+        match=r"in the background has failed.*Input/output error.*other has not been begun: try again",
     ) as caught:
         again({"a": torch.zeros(5)}, tmp_path / "other")
+    assert caught.value.errno == 5
     assert isinstance(caught.value.__cause__, StorageFailed)
     assert not (tmp_path / "other").exists()
     assert torch.equal(read(tmp_path)["a"], torch.ones(5))
@@ -192,6 +328,7 @@ def test_the_end_of_the_process_tells_of_an_error(tmp_path: Path) -> None:
     done = run_script(_EXIT, str(tmp_path / "out"), "fail")
     assert "nobody had waited for it: StorageFailed" in done.stderr
     assert "No space left" in done.stderr
+    assert done.stderr.count("before") == 1
 
 
 # -- ranks
@@ -233,7 +370,7 @@ def _one_disk_fails(path: str) -> list[str]:
         with pytest.raises(StorageFailed, match="because of rank 1") as caught:
             handle.wait(30)
         said.append(str(caught.value))
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(StorageFailed) as caught:
         save({f"own{rank}": torch.zeros(1000)}, path)
     said.append(str(caught.value))
     load(state, path)

@@ -8,6 +8,7 @@ import resource
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import Ranks
-from support.workers import Worker
+from support.workers import Worker, eventually
 
-from farstep.checkpoint import LocalDisk, async_save, load, read, save
+import farstep.checkpoint.ranks as ranks_module
+from farstep.checkpoint import LocalDisk, PerRank, async_save, load, read, save
 from farstep.checkpoint.manifest import MANIFEST, is_ours
+from farstep.checkpoint.tools import verify
 from farstep.errors import CheckpointBusy, CheckpointError, DamagedCheckpoint, NoCheckpoint, StorageFailed
 
 OLD = {"a": torch.arange(1000), "n": 1}
@@ -267,6 +270,39 @@ def test_two_saves_into_one_directory(tmp_path: Path) -> None:
     assert_tidy(tmp_path)
 
 
+def test_two_saves_where_there_are_no_locks(tmp_path: Path) -> None:
+    """One takes what the other has just written for left-overs, and fails itself: what was there before stays."""
+
+    class Unlocked(LocalDisk):
+        def sole_writer(self) -> Any:
+            return nullcontext()
+
+    class Full(Unlocked):
+        def create(self, name: str, nbytes: int) -> Any:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    class Met(Unlocked):
+        def create(self, name: str, nbytes: int) -> Any:
+            file = super().create(name, nbytes)
+            finish = file.finish
+
+            def finished() -> None:
+                finish()
+                with pytest.raises(StorageFailed):
+                    save(NEW, Full(self.path))
+
+            file.finish = finished  # type: ignore[method-assign]
+            return file
+
+    save(OLD, tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"is gone: another process saves there too.*Nothing has been saved"
+    ):
+        save(NEW, Met(tmp_path))
+    assert_old(tmp_path)
+    assert_tidy(tmp_path)
+
+
 # -- ranks
 
 
@@ -315,7 +351,8 @@ def test_one_rank_whose_disk_fails(pair: Ranks, tmp_path: Path, bad: int) -> Non
 
 def _with_paths_of_their_own(path: str) -> str:
     with pytest.raises(
-        CheckpointError, match=r"saving into .* on rank 0 and saving into .* on rank 1"
+        CheckpointError,
+        match=r"rank 0 is saving into .* and rank 1 is saving into .*\. All ranks give the same",
     ) as caught:
         save(_own(1.0), f"{path}/{dist.get_rank()}")
     return str(caught.value)
@@ -341,3 +378,67 @@ def test_a_slow_disk_is_waited_for(pair: Ranks, tmp_path: Path) -> None:
     pair.run(_slow_on, str(tmp_path))
     found = read(tmp_path)
     assert all((found[name] == 4).all() for name in ("own0", "own1", "shared"))
+
+
+class Slow(LocalDisk):
+    """Says when it has come to the manifest, and goes on when it may."""
+
+    def replace(self, name: str, data: bytes) -> None:
+        self.path.with_suffix(".reached").touch()
+        eventually(self.path.with_suffix(".go").exists, timeout_s=30)
+        super().replace(name, data)
+
+
+def _saved_slowly(path: str, begin: Any) -> str:
+    save({"own": PerRank(torch.full((100,), 1.0))}, path)
+    if begin is _waited:  # so that its group is there
+        begin({"own": PerRank(torch.full((100,), 1.0))}, path)
+    if dist.get_rank() == 2:
+        ranks_module.Ranks.to_first = _told_and_then_nothing  # type: ignore[method-assign]
+    try:
+        begin({"own": PerRank(torch.full((100,), 2.0))}, Slow(path))
+    except CheckpointError as exc:
+        return str(exc)
+    return ""
+
+
+def _told_and_then_nothing(ranks: Any, value: Any, to_first: Any = ranks_module.Ranks.to_first) -> Any:
+    to_first(ranks, value)
+    threading.Event().wait(60)  # it is killed here
+
+
+@pytest.mark.parametrize("begin", [save, _waited])
+def test_a_rank_that_loses_touch_leaves_what_it_has_handed_over(tmp_path: Path, begin: Any) -> None:
+    """One dies when all have written, another hears of it, and the first puts the manifest in place all the same."""
+    path = tmp_path / "saved"
+    with Ranks(3) as ranks:
+        pending = ranks.start(_saved_slowly, str(path), begin)
+        eventually((tmp_path / "saved.reached").exists, timeout_s=30)
+        ranks.workers[2].kill()
+        assert pending[1].result(30)
+        (tmp_path / "saved.go").touch()
+        assert pending[0].result(30)
+    assert not verify(path)
+    assert (read(path)["own"] == 2).all()
+    assert sum(is_ours(each.name) for each in path.iterdir()) >= 3
+    assert_tidy(path)
+
+
+class _Mine:
+    def state_dict(self) -> dict[str, Any]:
+        if dist.get_rank() == 1:
+            raise RuntimeError("connection to my database timed out")
+        return {}
+
+
+def _raises_its_own(path: str) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        save({"mine": _Mine()}, path)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_an_error_of_the_state_is_not_the_loss_of_a_rank(pair: Ranks, tmp_path: Path) -> None:
+    first, second = pair.run(_raises_its_own, str(tmp_path))
+    assert "CheckpointError" in first
+    assert "because of rank 1: RuntimeError: connection to my database" in first
+    assert second == "RuntimeError: connection to my database timed out"

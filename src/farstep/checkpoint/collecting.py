@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from farstep.checkpoint.dtypes import name_of
 from farstep.checkpoint.elsewhere import Elsewhere, is_below, reference_in, sharded_state, spread_optimizer
+from farstep.checkpoint.manifest import MOST_DIMENSIONS
 from farstep.checkpoint.objects import Optimizer, models_in, module_state, optimizer_state
 from farstep.checkpoint.ranks import Ranks
-from farstep.checkpoint.tree import MOST_DEPTH, PerRank, encode_mapping, encode_value, joined
-from farstep.errors import CheckpointError
+from farstep.checkpoint.tree import MOST_DEPTH, PerRank, encode_mapping, encode_value, joined, plain_key
+from farstep.errors import CheckpointError, StateError
 from farstep.state import RankOwned, Shards, Spread, on_rank, shards_of
+from farstep.state.adapters.plain import check_readable
 
 __all__ = ["Collected", "collected"]
 
@@ -56,7 +62,7 @@ class _Collector:
         if depth > MOST_DEPTH:
             raise CheckpointError(f"{name[:200]!r} is nested too deep, or has itself inside")
         if isinstance(value, np.ndarray):
-            value = torch.from_numpy(value)
+            value = _from_numpy(value, name)
         if isinstance(value, Shards | Tensor):
             self._name(name)
             return self._tensor(value, name)
@@ -71,9 +77,13 @@ class _Collector:
             self.copies |= self.references.keys() - known
             return node
         if isinstance(value, nn.Module):
-            return self.walk(module_state(value, self._group, self._ranks.is_cut_off), name, depth + 1)
+            with _named(name):
+                state = module_state(value, self._group, self._ranks.is_cut_off)
+            return self.walk(state, name, depth + 1)
         if isinstance(value, Optimizer):
-            return self.walk(optimizer_state(value, self._models, self._group, name), name, depth + 1)
+            with _named(name):
+                state = optimizer_state(value, self._models, self._group, name)
+            return self.walk(state, name, depth + 1)
         if isinstance(value, PerRank):
             return self._per_rank(value.value, name, depth)
         if isinstance(value, RankOwned):
@@ -81,7 +91,10 @@ class _Collector:
         if isinstance(value, Mapping):
             if not name and "" in value:
                 raise CheckpointError("a key at the top of a state is '', which is no name: give it another. Nothing has been saved")  # fmt: skip
-            nodes = {key: self.walk(each, joined(name, key), depth + 1) for key, each in value.items()}
+            nodes = {}
+            for key, each in value.items():
+                plain = self._key(key, name)
+                nodes[plain] = self.walk(each, joined(name, plain), depth + 1)
             return encode_mapping(nodes)
         if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
             kind = "list" if isinstance(value, list) else "tuple"
@@ -96,6 +109,17 @@ class _Collector:
                 f"{name!r} is {exc}, which a checkpoint does not keep: it keeps tensors, numbers, strings, bytes, lists, dicts, and objects with state_dict and "
                 f"load_state_dict. Nothing has been saved"
             ) from None
+
+    def _key(self, key: Any, name: str) -> Any:
+        if type(key) is str:
+            return key
+        try:
+            encode_value(key)
+        except (TypeError, ValueError) as exc:
+            raise CheckpointError(
+                f"{name!r} has the key {str(key)[:80]!r}, {exc}, which a checkpoint does not keep: keys are strings, numbers, bytes or None. Nothing has been saved"
+            ) from None
+        return plain_key(key)
 
     def _refuse_on_many(self, name: str) -> None:
         if not name:
@@ -132,18 +156,69 @@ class _Collector:
         return {"ranks": [node if each == rank else None for each in range(self._ranks.count)]}
 
     def _tensor(self, value: Tensor | Shards, name: str) -> Any:
+        if isinstance(value, Tensor) and (value.is_nested or is_lazy(value)):
+            what = "is a nested tensor: give a list of tensors" if value.is_nested else "has no shape yet: run its module once, which gives it one"  # fmt: skip
+            raise CheckpointError(f"{name!r} {what}. Nothing has been saved")
         self._alive.append(value)
         memory = _memory(value)
         known = None if memory is None else self._names.setdefault(memory, name)
         if known is not None and known != name:
             return {"tensor": known}
-        if self._ranks.is_cut_off and isinstance(value, Tensor) and type(value) in (Tensor, nn.Parameter):
-            self.tensors[name] = Shards(Spread.whole(value.shape, value.dtype, [0]), [value.detach()])
-        elif self._for_this_rank and isinstance(value, Tensor):
-            self.tensors[name] = on_rank(value, self._ranks.rank, self._group, name)
-        else:
-            self.tensors[name] = shards_of(value, self._group, name=name)
+        try:
+            if self._ranks.is_cut_off and isinstance(value, Tensor) and type(value) in (Tensor, nn.Parameter):
+                check_readable(value, name)
+                found = Shards(Spread.whole(value.shape, value.dtype, [0]), [value.detach()])
+            elif self._for_this_rank and isinstance(value, Tensor):
+                found = on_rank(value, self._ranks.rank, self._group, name)
+            else:
+                found = shards_of(value, self._group, name=name)
+        except StateError as exc:
+            raise CheckpointError(f"{exc}. Nothing has been saved") from exc
+        _check_kept(found, name)
+        self.tensors[name] = found
         return {"tensor": None}
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """What cannot be laid out over ranks cannot be saved either, and is told with its place."""
+    try:
+        yield
+    except StateError as exc:
+        raise CheckpointError(f"{name!r} cannot be saved: {exc}. Nothing has been saved") from exc
+
+
+def _from_numpy(value: Any, name: str) -> Tensor:
+    try:
+        return torch.from_numpy(value)
+    except (TypeError, ValueError):
+        pass  # bytes or rows in another order, perhaps
+    try:
+        return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("="), order="C"))
+    except (TypeError, ValueError):
+        raise CheckpointError(
+            f"{name!r} is a numpy array of {value.dtype}, which a checkpoint does not keep: it keeps arrays of numbers. Nothing has been saved"
+        ) from None
+
+
+def _check_kept(found: Shards, name: str) -> None:
+    """Raises CheckpointError for a tensor that could not be read again."""
+    is_kept = _is_kept(found.dtype)
+    if is_kept and len(found.shape) <= MOST_DIMENSIONS:
+        return
+    what = f"{len(found.shape)} dimensions" if is_kept else str(found.dtype)
+    raise CheckpointError(
+        f"{name!r} is a tensor of {what}, which a checkpoint does not keep. Nothing has been saved"
+    )
+
+
+@cache
+def _is_kept(dtype: torch.dtype) -> bool:
+    try:
+        name_of(dtype)
+    except ValueError:
+        return False
+    return True
 
 
 def _memory(value: Tensor | Shards) -> Any:

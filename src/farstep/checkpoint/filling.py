@@ -23,7 +23,7 @@ from farstep.checkpoint.renaming import Index, Place, Rename
 from farstep.checkpoint.same_content import have_same
 from farstep.checkpoint.storage import Storage
 from farstep.checkpoint.stored_values import memory_for
-from farstep.checkpoint.tree import PerRank, TensorAt, decode, joined
+from farstep.checkpoint.tree import PerRank, TensorAt, decode, joined, like
 from farstep.errors import CheckpointError, CheckpointMismatch, DamagedCheckpoint
 from farstep.state import Box, Shards, shards_of
 
@@ -424,10 +424,10 @@ class Filling:
             return self._taken(saved.value, now, name)
         if isinstance(saved, dict):
             inside = now if isinstance(now, Mapping) else {}
-            return {key: self._taken(each, inside.get(key), joined(name, key)) for key, each in saved.items()}
+            return like(now, {key: self._taken(each, inside.get(key), joined(name, key)) for key, each in saved.items()})  # fmt: skip
         if isinstance(saved, list | tuple):
             there = now if isinstance(now, list | tuple) and len(now) == len(saved) else [None] * len(saved)
-            return type(saved)(self._taken(each, there[i], joined(name, i)) for i, each in enumerate(saved))
+            return like(now, type(saved)(self._taken(each, there[i], joined(name, i)) for i, each in enumerate(saved)))  # fmt: skip
         return saved
 
     # -- after --------------------------------------------------------------------------------------------

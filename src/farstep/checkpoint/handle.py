@@ -12,9 +12,9 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from farstep.checkpoint.ranks import Ranks
+from farstep.checkpoint.ranks import Ranks, kind_named
 from farstep.checkpoint.writing import Progress
-from farstep.errors import CheckpointError
+from farstep.errors import StorageFailed
 
 __all__ = ["SaveHandle", "SaveProgress", "begin", "settle"]
 
@@ -82,33 +82,42 @@ class _Latest:
 
     def __init__(self) -> None:
         self.handle: SaveHandle | None = None
+        self._lock = threading.Lock()
 
     def ended(self) -> SaveHandle | None:
-        """Wait for it. Returns it if it failed and nobody knows."""
-        handle, self.handle = self.handle, None
+        """Wait for it. Returns it if it failed and nobody knows.
+
+        It is forgotten when it has ended and not before: whoever else comes meanwhile, or after this wait was interrupted, has to wait for it too.
+        """
+        handle = self.handle
         if handle is None:
             return None
         handle._finished.wait()
-        is_news = handle._error is not None and not handle._is_seen
-        handle._is_seen = True
+        with self._lock:
+            if self.handle is handle:
+                self.handle = None
+            is_news = handle._error is not None and not handle._is_seen
+            handle._is_seen = True
         return handle if is_news else None
 
-    def settle(self) -> None:
+    def settle(self, doing: str) -> None:
         failed = self.ended()
         if failed is not None:
-            raise CheckpointError(
-                f"{failed._failure()}. This save has not been begun: save again"
-            ) from failed._error
+            error = kind_named(type(failed._error).__name__)(
+                f"{failed._failure()}. Therefore {doing} has not been begun: try again"
+            )
+            if isinstance(error, StorageFailed):
+                error.errno = getattr(failed._error, "errno", None)
+            raise error from failed._error
 
     def at_exit(self) -> None:
         failed = self.ended()
         if failed is not None:
-            warnings.warn(
-                f"{failed._failure()}. What was there before is still there", RuntimeWarning, stacklevel=1
-            )
+            warnings.warn(failed._failure(), RuntimeWarning, stacklevel=1)
 
     def in_child(self) -> None:
         self.handle = None  # the thread is the parent's
+        self._lock = threading.Lock()
 
 
 _latest = _Latest()
@@ -121,11 +130,14 @@ def begin(where: str, bytes_total: int, work: Callable[[Progress], Any], told: P
     """Do the work on a thread of its own, when the save before has been settled."""
     handle = SaveHandle(where, bytes_total)
     _latest.handle = handle
-    threading.Thread(target=handle._run, args=(work, told), name="farstep-async-save").start()
+    try:
+        threading.Thread(target=handle._run, args=(work, told), name="farstep-async-save").start()
+    except RuntimeError:  # there are as many threads as there may be
+        handle._run(work, told)
     return handle
 
 
 def settle(ranks: Ranks, doing: str) -> None:
     """Wait for the save under way, if there is one. If it failed on some rank, where nobody has seen it, all raise. See [Note: one at a time]."""
     with ranks.all_or_none(doing):
-        _latest.settle()
+        _latest.settle(doing)

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from farstep.checkpoint.manifest import Boxes, File, Manifest, TensorInfo, check_places
-from farstep.checkpoint.storage import Buffer, NewFile, Storage, StoredFile
+from farstep.checkpoint.storage import MOST_READ_BYTES, Buffer, NewFile, Storage, StoredFile
 from farstep.errors import CheckpointError, DamagedCheckpoint
 from farstep.state import Box
 
@@ -63,8 +63,8 @@ class Items(Storage):
     def names(self) -> list[str]:
         return self._storage.names()
 
-    def read(self, name: str) -> bytes:
-        return self._storage.read(name)
+    def read(self, name: str, most: int = MOST_READ_BYTES) -> bytes:
+        return self._storage.read(name, most)
 
     def at(self, name: str) -> Storage:
         return self._storage.at(name)

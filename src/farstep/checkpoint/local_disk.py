@@ -7,14 +7,23 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from farstep.checkpoint.storage import Buffer, NewFile, Storage, StoredFile
-from farstep.errors import CheckpointBusy
+from farstep.checkpoint.storage import (
+    MOST_READ_BYTES,
+    Buffer,
+    NewFile,
+    Storage,
+    StoredFile,
+    aside,
+    check_size,
+)
+from farstep.errors import CheckpointBusy, DamagedCheckpoint
 
 __all__ = ["LocalDisk", "sync_directory"]
 
@@ -28,7 +37,8 @@ class LocalDisk(Storage):
     request_bytes = 1 << 20  # what was read is still in the cache when it is hashed
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = Path(os.path.abspath(path))  # wherever the process goes while it saves
+        self._given = os.fspath(Path(path))
         self.threads = max(1, min(4, os.cpu_count() or 1))
 
     def prepare(self) -> None:
@@ -48,20 +58,24 @@ class LocalDisk(Storage):
     def open(self, name: str) -> StoredFile:
         return _StoredFile(self.path / name)
 
-    def read(self, name: str) -> bytes:
-        return (self.path / name).read_bytes()
+    def read(self, name: str, most: int = MOST_READ_BYTES) -> bytes:
+        with open(_opened(self.path / name), "rb") as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            check_size(str(self.path / name), nbytes, most)
+            return file.read(nbytes)
 
     def replace(self, name: str, data: bytes) -> None:
-        aside = self.path / f"{name}.tmp"
+        new = self.path / aside(name)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            with open(aside, "wb") as file:
+            with open(os.open(new, flags, 0o644), "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
             sync_directory(self.path)  # so that the files it names are there if it is
-            os.replace(aside, self.path / name)
+            os.replace(new, self.path / name)
         except BaseException:
-            aside.unlink(missing_ok=True)
+            new.unlink(missing_ok=True)
             raise
         sync_directory(self.path)
 
@@ -72,6 +86,7 @@ class LocalDisk(Storage):
     @contextmanager
     def sole_writer(self) -> Iterator[None]:
         lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        _locks.add(lock)
         try:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -83,10 +98,12 @@ class LocalDisk(Storage):
                 pass  # a file system without locks
             yield
         finally:
-            os.close(lock)
+            _let_go(lock)
 
     def at(self, name: str) -> Storage:
-        return type(self)(self.path / name)
+        found = type(self)(self.path / name)
+        found._given = os.path.join(self._given, name)
+        return found
 
     def directories(self) -> list[str]:
         return [entry.name for entry in os.scandir(self.path) if entry.is_dir()] if self.path.is_dir() else []
@@ -101,7 +118,10 @@ class LocalDisk(Storage):
             pass  # there is something in it
 
     def __str__(self) -> str:
-        return str(self.path)
+        return self._given
+
+    def __fspath__(self) -> str:
+        return os.fspath(self.path)
 
 
 class _NewFile(NewFile):
@@ -157,7 +177,7 @@ class _NewFile(NewFile):
 
 class _StoredFile(StoredFile):
     def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._file = _opened(path)
         self._lock = threading.Lock()
 
     def read_into(self, offset: int, buffer: Buffer) -> int:
@@ -174,6 +194,40 @@ class _StoredFile(StoredFile):
             file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
+
+
+def _opened(path: Path) -> int:
+    """For reading. What is no file is refused: opening a pipe would wait for ever, and reading a device would not end."""
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(file).st_mode):
+        return file
+    os.close(file)
+    raise DamagedCheckpoint(
+        f"{path} is a directory, a pipe or a device, and not a file that was saved. Load another checkpoint"
+    )
+
+
+_locks: set[int] = set()
+"""Of this process. One that it forks has them too, such as a data loader's, and would keep them for as long as it lives."""
+
+
+def _let_go(lock: int) -> None:
+    if lock not in _locks:
+        return  # this is a child, and it was closed
+    _locks.discard(lock)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_UN)  # closing it is not enough while anybody else has it
+    except OSError:
+        pass  # a file system without locks
+    os.close(lock)
+
+
+def _close_in_child() -> None:
+    while _locks:
+        os.close(_locks.pop())
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def sync_directory(path: Path) -> None:

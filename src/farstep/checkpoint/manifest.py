@@ -44,6 +44,7 @@ from farstep.state.sweep import Ints
 __all__ = [
     "BLOCK_BYTES",
     "MANIFEST",
+    "MOST_DIMENSIONS",
     "Boxes",
     "File",
     "Manifest",
@@ -61,7 +62,8 @@ _HEAD = b'{"xxh3_128": "%s", "manifest": '
 _TAIL = b"}\n"
 _HEAD_BYTES = len(_HEAD % (b"0" * 32))
 _DATA_FILE = re.compile(r"[0-9a-f]{16}\.\d{1,7}\.safetensors")
-_MOST_DIMENSIONS = 64
+_ASIDE = re.compile(r"manifest\.json(\.[0-9a-f]{16})?\.tmp")
+MOST_DIMENSIONS = 64
 
 
 def data_file(save: str, number: int) -> str:
@@ -70,7 +72,7 @@ def data_file(save: str, number: int) -> str:
 
 def is_ours(name: str) -> bool:
     """Whether a save may have written a file of this name, so that it may be cleaned up."""
-    return name == f"{MANIFEST}.tmp" or _DATA_FILE.fullmatch(name) is not None
+    return _ASIDE.fullmatch(name) is not None or _DATA_FILE.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +328,7 @@ def _tensors(found: Any) -> dict[str, TensorInfo]:
                 raise _Bad(f"{name!r}: {exc}") from None
         if (
             type(shape) is not list
-            or len(shape) > _MOST_DIMENSIONS
+            or len(shape) > MOST_DIMENSIONS
             or not all(_is_count(side) for side in shape)
         ):
             raise _Bad(f"{name!r} has the shape {str(shape)[:80]}")

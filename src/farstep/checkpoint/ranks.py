@@ -13,7 +13,7 @@ from farstep.errors import CheckpointError, StateError
 from farstep.state.adapters.ranks import Group, own_rank, size_of
 from farstep.state.council import agree, everyones, mark_of
 
-__all__ = ["Ranks", "reached"]
+__all__ = ["Ranks", "has_told", "kind_named", "reached"]
 
 
 class Ranks:
@@ -42,11 +42,13 @@ class Ranks:
 
     def agree(self, error: Exception | None, doing: str, mark: bytes = b"") -> bool:
         """All go on, or all raise. Returns whether all gave the same mark."""
+        if isinstance(error, StateError):
+            error = _as_ours(error)
         if self.alone:
             if error is not None:
                 raise error
             return True
-        with reached():
+        with reached(error):
             return agree(error, self.group, doing, mark_of(mark))
 
     def everyones(self, value: Any, doing: str) -> list[Any] | None:
@@ -78,22 +80,35 @@ _WORDS = ("gloo", "timed out", "timeout", "connection")
 """Of torch's plain RuntimeErrors, those that have one of these are about other ranks."""
 
 
-def _kind(exc: StateError) -> type[CheckpointError]:
-    """That of the other rank's error, so that all can catch the same."""
-    found = getattr(errors, getattr(exc, "kind", ""), CheckpointError)
+def kind_named(name: str) -> type[CheckpointError]:
+    """The class of that name, so that all who hear of an error can catch the same; CheckpointError if it is none of ours."""
+    found = getattr(errors, name, CheckpointError)
     return found if isinstance(found, type) and issubclass(found, CheckpointError) else CheckpointError
 
 
+def _as_ours(exc: StateError) -> CheckpointError:
+    error = kind_named(exc.kind)(str(exc))
+    error.__cause__ = exc
+    return error
+
+
+def has_told(error: BaseException) -> bool:
+    """Whether another rank has said that it failed; else it is this rank's own error, or another is lost and may do anything."""
+    return isinstance(error.__cause__, StateError) and bool(error.__cause__.kind)
+
+
 @contextmanager
-def reached() -> Iterator[None]:
-    """Errors of other ranks, and of not reaching them, in words of checkpoints."""
+def reached(own: Exception | None = None) -> Iterator[None]:
+    """Errors of other ranks, and of not reaching them, in words of checkpoints. This rank's `own` is raised as it is."""
     try:
         yield
     except StateError as exc:  # another rank's
-        raise _kind(exc)(str(exc)) from exc
+        raise _as_ours(exc) from exc
     except CheckpointError:
         raise
     except RuntimeError as exc:
+        if exc is own:
+            raise
         text = str(exc).lower()
         if not isinstance(exc, dist.DistError) and not any(word in text for word in _WORDS):
             raise

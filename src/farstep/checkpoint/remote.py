@@ -1,6 +1,7 @@
 """Anything that fsspec reaches: S3, GCS, HTTP, memory.
 
-An object store has no rename; but an object is there when all of it has been sent, or not at all, which is what a checkpoint needs of it.
+An object store has no rename; but an object is there when all of it has been sent, or not at all, which is what a checkpoint needs of it. Where there
+are directories (SFTP, HDFS) a file is there from its first byte on, so the manifest is written aside and renamed.
 Requests that fail are tried again by fsspec's file system, and listings are never taken from its cache.
 """
 
@@ -9,14 +10,22 @@ from __future__ import annotations
 import io
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import fsspec  # type: ignore[import-untyped]
 import fsspec.asyn  # type: ignore[import-untyped]
 
-from farstep.checkpoint.storage import Buffer, NewFile, Storage, StoredFile
+from farstep.checkpoint.storage import (
+    MOST_READ_BYTES,
+    Buffer,
+    NewFile,
+    Storage,
+    StoredFile,
+    aside,
+    check_size,
+)
 from farstep.errors import CheckpointError, StorageFailed
 
 __all__ = ["RemoteStorage"]
@@ -63,6 +72,7 @@ class RemoteStorage(Storage):
             ) from exc
         self._path = self._path.rstrip("/")
         self._has_directories = protocol not in _WITHOUT_DIRECTORIES
+        self._renames = self._has_directories and _has_rename(self._files)
 
     def prepare(self) -> None:
         # Elsewhere it would at most make a bucket, which is not ours to make.
@@ -89,12 +99,36 @@ class RemoteStorage(Storage):
     def open(self, name: str) -> StoredFile:
         return _StoredFile(self, self._at(name), self._call("info", self._at(name)).get("size"))
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, most: int = MOST_READ_BYTES) -> bytes:
+        check_size(f"{self.url}/{name}", self._call("info", self._at(name)).get("size") or 0, most)
         data: bytes = self._call("cat_file", self._at(name))
         return data
 
     def replace(self, name: str, data: bytes) -> None:
-        self._written(lambda: self._call("pipe_file", self._at(name), data))
+        if not self._renames:
+            self._written(lambda: self._call("pipe_file", self._at(name), data))
+            return
+        new = aside(name)
+        try:
+            self._written(lambda: self._call("pipe_file", self._at(new), data))
+            self._written(lambda: self._call("mv", self._at(new), self._at(name)))
+            if self._is_there(
+                new
+            ):  # HDFS renames nothing in the place of a file that is there, and does not say so
+                raise StorageFailed(
+                    f"{self.url} cannot put a file in the place of another: save into a new directory"
+                )
+        except BaseException:
+            with suppress(Exception):  # else the next save cleans up
+                self.delete([new])
+            raise
+
+    def _is_there(self, name: str) -> bool:
+        try:
+            self._call("info", self._at(name))
+        except FileNotFoundError:
+            return False
+        return True
 
     def delete(self, names: Iterable[str]) -> None:
         for name in names:
@@ -156,6 +190,11 @@ class RemoteStorage(Storage):
 
     def __str__(self) -> str:
         return self.url
+
+
+def _has_rename(files: Any) -> bool:
+    """Whether its `mv` is its own: fsspec's is a copy, during which the target is neither the one nor the other."""
+    return not files.async_impl and type(files).mv is not fsspec.AbstractFileSystem.mv
 
 
 def _failed(text: str, exc: Exception) -> StorageFailed:

@@ -3,6 +3,10 @@
 [Note: whole or absent] Data files have names that no other save has. Until a manifest names them they are nothing, and the next save removes
 them. The manifest is replaced by one rename, after all that it names is on the disk. So at any moment the directory has the manifest of one save,
 with all its files; or none. Only then are the files of the save before removed.
+
+[Note: handed over] The first rank may put the manifest in place as soon as it has heard what all have written. From then on a rank that loses touch with the others cannot
+tell what becomes of its files, and leaves them: either a manifest names them, or the next save removes them. It removes them itself only if the first rank
+has told that it failed.
 """
 
 from __future__ import annotations
@@ -22,8 +26,8 @@ from farstep.checkpoint.elsewhere import placed
 from farstep.checkpoint.handle import settle
 from farstep.checkpoint.manifest import MANIFEST, Boxes, File, Manifest, TensorInfo, is_ours
 from farstep.checkpoint.memory import bytes_of, is_plain
-from farstep.checkpoint.ranks import Ranks
-from farstep.checkpoint.storage import Storage, storage_of
+from farstep.checkpoint.ranks import Ranks, has_told
+from farstep.checkpoint.storage import MOST_READ_BYTES, Storage, storage_of
 from farstep.checkpoint.tree import merged
 from farstep.checkpoint.writing import Part, Progress, Write, shared_out, write_part
 from farstep.errors import CheckpointError, DamagedCheckpoint, StorageFailed
@@ -111,6 +115,7 @@ def written(draft: Draft, progress: Progress | None) -> None:
                 old = _cleaned(storage)
         save = ranks.from_first(secrets.token_hex(8))
         part: Part | None = None
+        is_handed_over = False
         try:
             with ranks.all_or_none(draft.doing), _told_of(storage):
                 if draft.references:
@@ -118,15 +123,17 @@ def written(draft: Draft, progress: Progress | None) -> None:
                 else:
                     part = write_part(storage, save, ranks.rank, ranks.count, draft.writes, progress)
             if not draft.references:
+                is_handed_over = ranks.rank != 0
                 parts = ranks.to_first(part)
             with ranks.all_or_none(draft.doing), _told_of(storage):
                 if ranks.rank == 0:
-                    _check_shared(storage, parts)
                     manifest = _manifest(draft, save, parts).encode()
-                    if draft.references:
-                        Manifest.decode(manifest, str(storage))  # parts of it are what others say
+                    _check_readable(manifest, storage)
+                    _check_shared(storage, parts)  # just before they are named
                     storage.replace(MANIFEST, manifest)
-        except BaseException:
+        except BaseException as exc:
+            if is_handed_over and not has_told(exc):
+                raise  # see [Note: handed over]
             if (part is not None or draft.references) and not is_in_place(storage, save):
                 _forget(storage, [name for name, _ in part.files] if part is not None else [])
                 if draft.references:
@@ -281,13 +288,34 @@ def _cleaned(storage: Storage) -> list[str]:
     return [name for name in ours if name in kept]
 
 
+def _check_readable(manifest: bytes, storage: Storage) -> None:
+    """What could not be read again does not come in the place of what can. Parts of it are what others say."""
+    if len(manifest) > MOST_READ_BYTES:
+        raise CheckpointError(
+            f"{storage}: the manifest has {len(manifest):,} bytes, and one of more than {MOST_READ_BYTES:,} is not read: the state has too many tensors, or too much that is no "
+            f"tensor. Nothing has been saved"
+        )
+    try:
+        Manifest.decode(manifest, str(storage))
+    except DamagedCheckpoint as exc:
+        raise CheckpointError(
+            f"what is to be saved into {storage} could not be loaded again: {exc}. Nothing has been saved; please report this, with the state's form"
+        ) from exc
+
+
 def _check_shared(storage: Storage, parts: Sequence[Part]) -> None:
-    """Whether what others wrote is here: they may have been given another path, or a disk of their own."""
-    for part in parts[1:]:
+    """Whether all that was written is here: others may have been given another path, or a disk of their own; and where there are no locks, another save may
+    have removed it."""
+    for number, part in enumerate(parts):
         for name, _ in part.files:
             try:
                 storage.open(name).close()
             except FileNotFoundError:
+                if number == 0:
+                    raise CheckpointError(
+                        f"{storage}: {name}, which has just been written, is gone: another process saves there too, and there are no locks by which to tell. Save into "
+                        f"different directories. Nothing has been saved"
+                    ) from None
                 raise CheckpointError(
                     f"{storage}: writer {part.rank} has written {name}, and the first does not find it there. All ranks give the same path, and all workers have it, on a disk or storage that they share. "
                     f"Nothing has been saved"

@@ -9,16 +9,19 @@ A subclass that overrides a method sees everything that is written and read: tha
 from __future__ import annotations
 
 import os
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from farstep.errors import NoCheckpoint
+from farstep.errors import DamagedCheckpoint, NoCheckpoint
 
-__all__ = ["NewFile", "Storage", "StoredFile", "storage_of"]
+__all__ = ["MOST_READ_BYTES", "NewFile", "Storage", "StoredFile", "aside", "check_size", "storage_of"]
 
 Buffer = memoryview
+MOST_READ_BYTES = 1 << 30
+"""What is read whole, such as a manifest, is in memory at once. Of a million boxes one has some 100 MB."""
 
 
 class NewFile(ABC):
@@ -73,8 +76,8 @@ class Storage(ABC):
         """Raises FileNotFoundError."""
 
     @abstractmethod
-    def read(self, name: str) -> bytes:
-        """A whole file. Raises FileNotFoundError."""
+    def read(self, name: str, most: int = MOST_READ_BYTES) -> bytes:
+        """A whole file. Raises FileNotFoundError, and DamagedCheckpoint, before it is read, for one of more than `most` bytes."""
 
     @abstractmethod
     def replace(self, name: str, data: bytes) -> None:
@@ -109,6 +112,19 @@ class Storage(ABC):
         return type(self).__name__
 
 
+def aside(name: str) -> str:
+    """Under which the new content of a file is written before it comes in its place: a name that nobody else has."""
+    return f"{name}.{secrets.token_hex(8)}.tmp"
+
+
+def check_size(where: str, nbytes: int, most: int) -> None:
+    """Raises DamagedCheckpoint for a file that is too large to be read whole."""
+    if nbytes > most:
+        raise DamagedCheckpoint(
+            f"{where} has {nbytes:,} bytes, and no more than {most:,} are read of such a file: no checkpoint has one so large"
+        )
+
+
 def storage_of(path: str | os.PathLike[str] | Storage, options: dict[str, Any] | None = None) -> Storage:
     """A local directory, or a URL such as `s3://bucket/run/step10` for fsspec, which is given the options; a storage is taken as it is."""
     from farstep.checkpoint.local_disk import LocalDisk
@@ -119,6 +135,6 @@ def storage_of(path: str | os.PathLike[str] | Storage, options: dict[str, Any] |
     text = os.fspath(path)
     if not isinstance(text, str) or not text:
         raise NoCheckpoint(f"a checkpoint is at a path or URL, not {path!r}")
-    if "://" not in text or text.startswith("file://"):
-        return LocalDisk(text.removeprefix("file://"))
+    if "://" not in text or text.startswith(("file://", "local://")):
+        return LocalDisk(text.removeprefix("file://").removeprefix("local://"))
     return RemoteStorage(text, options or {})

@@ -18,6 +18,7 @@ from __future__ import annotations
 import base64
 import binascii
 import math
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,11 +29,14 @@ import torch
 from farstep.checkpoint.dtypes import dtype_named, name_of
 from farstep.errors import CheckpointError, DamagedCheckpoint
 
-__all__ = ["MOST_DEPTH", "PerRank", "TensorAt", "check", "children", "decode", "encode_value", "is_container", "joined", "merged", "tensors_of"]  # fmt: skip
+__all__ = ["MOST_DEPTH", "PerRank", "TensorAt", "check", "children", "decode", "encode_value", "is_container", "joined", "like", "merged", "plain_key", "tensors_of"]  # fmt: skip
 
 MOST_DEPTH = 100
 Key = str | int | float | bool | None
 _SCALARS = (str, bool, int, type(None))
+_PLAIN = (*_SCALARS, float)
+_MOST_BITS = 14_000
+"""Of a whole number: Python reads no more than 4300 digits."""
 
 
 @dataclass
@@ -50,15 +54,30 @@ class TensorAt:
 
 
 def joined(path: str, key: object) -> str:
+    if type(key) not in _PLAIN:
+        key = plain_key(key)
     return f"{path}.{key}" if path else str(key)
 
 
+def plain_key(key: Any) -> Any:
+    """A key as it is when it has been saved and read again, by which what lies below it is named: an Enum's or numpy's, whose text is another, as its value.
+
+    One that a checkpoint does not keep stays as it is.
+    """
+    try:
+        return decode(encode_value(key))
+    except (TypeError, ValueError):
+        return key
+
+
 def encode_value(value: Any) -> Any:
-    """A value that is neither a tensor nor has others in it. Raises TypeError for what a checkpoint cannot keep."""
+    """A value that is neither a tensor nor has others in it. Raises TypeError or ValueError for what a checkpoint cannot keep."""
     if isinstance(value, np.generic):
         value = value.item()
     if type(value) is float:
         return value if math.isfinite(value) else {"float": str(value)}
+    if type(value) is int and value.bit_length() > _MOST_BITS:
+        raise ValueError(f"a whole number of {value.bit_length():,} bits")
     if type(value) in _SCALARS:
         return value
     if isinstance(value, bytes | bytearray):
@@ -71,10 +90,26 @@ def encode_value(value: Any) -> Any:
         return {"device": str(value)}
     if isinstance(value, torch.Size):
         return {"size": list(value)}
-    for kind in (bool, int, float, str):  # an IntEnum, or a string of another class
-        if isinstance(value, kind):
-            return encode_value(kind(value))
+    # An Enum, or another class of a number or string: what it is, and not the text that it shows.
+    if isinstance(value, int):
+        return encode_value(int.__int__(value))
+    if isinstance(value, float):
+        return encode_value(float.__float__(value))
+    if isinstance(value, str):
+        return str.__str__(value)
     raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__}")
+
+
+def like(now: Any, found: Any) -> Any:
+    """A dict or tuple that was saved, of the class that is in its place now: a MultiStepLR steps by what only a Counter has."""
+    kind = type(now)
+    if type(found) is dict and kind in (Counter, OrderedDict):
+        return kind(found)
+    if type(found) is dict and kind is defaultdict:
+        return defaultdict(now.default_factory, found)
+    if type(found) is tuple and isinstance(now, tuple) and hasattr(now, "_fields") and len(now) == len(found):
+        return kind(*found)
+    return found
 
 
 def is_container(node: Any) -> bool:

@@ -156,6 +156,8 @@ def _difference(said: list[dict[str, str]]) -> str:
     for key in said[0]:
         for rank, each in enumerate(said):
             if each.get(key) != said[0][key]:
+                if key == "doing":
+                    return f"rank 0 is {said[0][key]} and rank {rank} is {each.get(key, 'not')}"
                 return f"{key} is {said[0][key]} on rank 0 and {each.get(key, 'absent')} on rank {rank}"
     return "the ranks were given other arguments"
 
