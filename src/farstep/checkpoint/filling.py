@@ -16,7 +16,14 @@ from farstep.checkpoint.elsewhere import reference_in, spread_optimizer
 from farstep.checkpoint.filling_optimizers import OptimizerFilling
 from farstep.checkpoint.listing import listed, named
 from farstep.checkpoint.manifest import Manifest, TensorInfo
-from farstep.checkpoint.objects import Optimizer, identities, models_in, module_state, owner_of
+from farstep.checkpoint.objects import (
+    Optimizer,
+    identities,
+    models_in,
+    module_state,
+    names_of_memory,
+    owner_of,
+)
 from farstep.checkpoint.ranks import Ranks
 from farstep.checkpoint.reading import Wanted
 from farstep.checkpoint.renaming import Index, Place, Rename
@@ -320,13 +327,14 @@ class Filling:
         others: dict[str, Any] = {}
         state = module_state(module, self._ranks.group, self._ranks.is_cut_off)
         same = identities(module, state)
+        own = names_of_memory(module)
         there = {same[key] for key in state if self.index.get(joined(name, key)) is not None}
         for key, value in state.items():
             is_tensor = isinstance(value, Tensor | Shards)
             if is_tensor and same[key] in there and self.index.get(joined(name, key)) is None:
                 continue  # tied to another that is there, and stored once
             found = self._fill(value, joined(name, key))
-            if not is_tensor:
+            if not is_tensor or (isinstance(value, Tensor) and key not in own):
                 others[key] = found
         if name:
             self._leave(name)

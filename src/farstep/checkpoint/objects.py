@@ -16,8 +16,18 @@ from farstep.state import named_shards, optim_state_dict
 from farstep.state.adapters.modules import named_tensors, reshard
 from farstep.state.adapters.names import clean_name
 from farstep.state.adapters.ranks import Group, size_of
+from farstep.state.optim_roster import has_own_state_dict
 
-__all__ = ["Optimizer", "Owner", "identities", "models_in", "module_state", "optimizer_state", "owner_of"]
+__all__ = [
+    "Optimizer",
+    "Owner",
+    "identities",
+    "models_in",
+    "module_state",
+    "names_of_memory",
+    "optimizer_state",
+    "owner_of",
+]
 
 
 def models_in(state: Any, name: str = "", depth: int = 0) -> dict[str, nn.Module]:
@@ -75,6 +85,11 @@ def identities(module: nn.Module, state: Mapping[str, Any]) -> dict[str, int]:
     return found
 
 
+def names_of_memory(module: nn.Module) -> set[str]:
+    """What is loaded once its memory is filled. Other values of its state the module is given, by `load_state_dict`."""
+    return {clean_name(module, raw) for raw, _ in named_tensors(module, buffers=True, remove_duplicate=False)}
+
+
 def _has_flat_parameters(module: nn.Module) -> bool:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     kind = getattr(fsdp, "FullyShardedDataParallel", None)
@@ -125,7 +140,9 @@ def _where(child: str) -> str:
 
 
 def owner_of(optimizer: Optimizer, models: Mapping[str, nn.Module], name: str) -> Owner | None:
-    """None if no model in the state has any of its parameters; of several that have, all, as one."""
+    """None if no model in the state has any of its parameters, or its class has a `state_dict` of its own; of several models that have some, all, as one."""
+    if has_own_state_dict(optimizer):
+        return None
     stepped = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     held = {where: _stepped_in(model) for where, model in models.items()}
     # A rank that has no shard of anything gives its optimizer something empty to step.

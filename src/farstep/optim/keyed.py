@@ -46,6 +46,9 @@ class KeyedOptimizer(Optimizer):
     `state_dict()` has no "param_groups" unless `save_param_groups(True)`: options are often set anew in each run.
     """
 
+    state_is_by_parameter = True
+    """See `farstep.state.optim_roster.has_own_state_dict`."""
+
     def __init__(
         self,
         params: Mapping[str, Any],
