@@ -412,7 +412,16 @@ class Slow(Counting):
 
 @pytest.mark.parametrize(
     "body",
-    [_round_trip, _in_the_background, _staged_twice, _with_and_without_workers, _names, _mistakes, _overwritten, _hang],
+    [
+        _round_trip,
+        _in_the_background,
+        _staged_twice,
+        _with_and_without_workers,
+        _names,
+        _mistakes,
+        _overwritten,
+        _hang,
+    ],
     ids=lambda f: f.__name__,
 )
 def test_rpc(group, tmp_path, body):

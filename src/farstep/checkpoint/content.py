@@ -36,6 +36,8 @@ class Content:
     tensors: dict[str, Tensor | StoredTensor]
     kind: str = "state"
     left_out: list[str] = field(default_factory=list)
+    info_of_save: dict[str, Any] = field(default_factory=dict)
+    """What a checkpoint of ours says of itself, such as its step."""
 
     def info(self, name: str) -> TensorInfo:
         return TensorInfo(self.tensors[name].dtype, tuple(self.tensors[name].shape))
@@ -55,7 +57,7 @@ class Content:
         node, name = self.tree, ""
         if select is not None:
             node, name = _found(self.tree, select), select
-        made = Content(None, {}, self.kind, list(self.left_out))
+        made = Content(None, {}, self.kind, list(self.left_out), self.info_of_save)
         made.tree = _Replacing(self, made, keep_ranks).node(node, name, "")
         if not is_container(made.tree) or ("dict" not in made.tree and "pairs" not in made.tree):
             raise CheckpointMismatch(
@@ -141,7 +143,7 @@ def content_of(storage: Storage, verify: bool, stack: ExitStack) -> Content:
         return _of_torch(storage)
     inner, manifest = source_of(storage, verify)
     source = Source(inner, manifest, verify, stack)
-    return Content(manifest.tree, dict(source.tensors()), kind)
+    return Content(manifest.tree, dict(source.tensors()), kind, info_of_save=manifest.info)
 
 
 def content_of_state(state: Any) -> Content:

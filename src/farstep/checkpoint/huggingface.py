@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import xxhash
@@ -119,8 +120,11 @@ def write_safetensors(
     ties: Mapping[str, str],
     blocks: Callable[[str], Iterable[Buffer]],
     max_shard_bytes: int,
+    taken: Collection[str] = (),
 ) -> None:
     """Files of at most so many bytes each, if a tensor is not larger, with an index if there are several; or, with `only`, one file of that name.
+
+    If there are other files already, whose names are taken, there is always an index: it makes the new ones count at once, under names of their own.
 
     `ties` are other names of tensors: they are kept in the file's metadata, where safetensors' load_model looks for them.
     """
@@ -130,17 +134,19 @@ def write_safetensors(
         if name == "__metadata__":
             raise CheckpointError("a tensor is called '__metadata__', which safetensors keeps for itself; nothing has been written")  # fmt: skip
     shards = [list(tensors)] if only is not None else _shards(tensors, max_shard_bytes)
+    with_index = only is None and (len(shards) > 1 or bool(taken))
+    mark = f"-{secrets.token_hex(4)}" if taken else ""
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         file = only or "model.safetensors"
-        if only is None and len(shards) > 1:
-            file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        if with_index:
+            file = f"model{mark}-{number:05}-of-{len(shards):05}.safetensors"
         # Elements of 8 bytes before those of 4, and so on: then all lie at multiples of their size.
         names.sort(key=lambda name: -tensors[name].dtype.itemsize)
         own = {tied: kept for tied, kept in ties.items() if kept in names}
         _write(storage, file, names, tensors, own, blocks)
         weight_map |= dict.fromkeys(names, file)
-    if len(shards) > 1:
+    if with_index:
         total = sum(info.nbytes for info in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         storage.replace(INDEX, json.dumps(index, indent=2).encode())

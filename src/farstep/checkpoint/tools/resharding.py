@@ -177,7 +177,7 @@ class _Writer:
             np.array([len(each.box.sizes) for each in writes], dtype=np.int64),
         )
         sums = np.array([each for part in checksums for each in part], dtype=np.uint64)
-        return Manifest(self._save, ranks, files, old.tree, old.tensors, boxes, sums)
+        return Manifest(self._save, ranks, files, old.tree, old.tensors, boxes, sums, info=old.info)
 
 
 class _Blocks:
