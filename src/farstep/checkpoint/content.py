@@ -8,17 +8,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from farstep.checkpoint.archives import Range, check_archive, loaded
-from farstep.checkpoint.collecting import collected
-from farstep.checkpoint.dcp import check_extent
-from farstep.checkpoint.dtypes import name_of
+from farstep.checkpoint.dcp import check_extent, collected_values
 from farstep.checkpoint.local_disk import LocalDisk
 from farstep.checkpoint.manifest import TensorInfo
 from farstep.checkpoint.pickles import Refused
-from farstep.checkpoint.ranks import Ranks
 from farstep.checkpoint.sources import Source, StoredTensor, format_of, source_of
 from farstep.checkpoint.storage import Buffer, Storage
 from farstep.checkpoint.tree import children, is_container, joined
@@ -148,10 +144,8 @@ def content_of(storage: Storage, verify: bool, stack: ExitStack) -> Content:
 
 def content_of_state(state: Any) -> Content:
     """Of a state in this process alone."""
-    found = collected(state, Ranks(alone=True))
-    return Content(
-        found.tree, {name: _kept(name, shards.tensors[0]) for name, shards in found.tensors.items()}
-    )
+    found = collected_values(state)
+    return Content(found.tree, {name: shards.tensors[0] for name, shards in found.tensors.items()})
 
 
 def _of_torch(storage: LocalDisk) -> Content:
@@ -173,15 +167,3 @@ def _of_torch(storage: LocalDisk) -> Content:
     content = content_of_state(value)
     content.kind = "torch"
     return content
-
-
-def _kept(name: str, tensor: Tensor) -> Tensor:
-    if tensor.layout is not torch.strided:
-        raise CheckpointError(
-            f"{name!r} is a tensor of the layout {tensor.layout}, which a checkpoint does not keep: make it dense"
-        )
-    try:
-        name_of(tensor.dtype)
-    except ValueError as exc:
-        raise CheckpointError(f"{name!r}: {exc}") from None
-    return tensor
