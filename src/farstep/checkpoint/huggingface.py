@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -24,6 +25,8 @@ __all__ = ["INDEX", "open_safetensors", "write_safetensors"]
 INDEX = "model.safetensors.index.json"
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.safetensors")
 _MOST_INDEX_BYTES = 1 << 30
+_FORMAT = "format"
+"""In the metadata: what wrote it, and no tensor."""
 
 
 def open_safetensors(storage: Storage, only: str | None = None) -> tuple[Storage, Manifest]:
@@ -45,7 +48,7 @@ def open_safetensors(storage: Storage, only: str | None = None) -> tuple[Storage
     nodes: dict[str, Any] = {name: {"tensor": None} for name in tensors}
     for header in headers.values():
         for name, kept in header.metadata.items():  # as safetensors' save_model tells of tied tensors
-            if kept in tensors and name not in nodes:
+            if kept in tensors and name not in nodes and name != _FORMAT:
                 nodes[name] = {"tensor": kept}
     mark = xxhash.xxh3_64_hexdigest(
         repr([(n, h.nbytes, sorted(h.tensors)) for n, h in headers.items()]).encode()
@@ -105,6 +108,8 @@ def _tensors(
     tensors, rows = {}, []
     for name, each in boxes.items():
         shape = tuple(map(max, zip(*(box.ends for _, _, box in each), strict=True)))
+        if math.prod(side for side in shape if side) * dtypes[name].itemsize >= 1 << 62:
+            raise DamagedCheckpoint(f"{storage}: the parts of {name[:200]!r} are at places of more bytes than there can be")  # fmt: skip
         tensors[name] = TensorInfo(dtypes[name], shape)
         rows += [(name, file, at, box) for file, at, box in each if box.numel]
     return tensors, rows
@@ -133,6 +138,8 @@ def write_safetensors(
             raise CheckpointError(f"{name!r} is {info.dtype}, which safetensors does not keep; nothing has been written")  # fmt: skip
         if name == "__metadata__":
             raise CheckpointError("a tensor is called '__metadata__', which safetensors keeps for itself; nothing has been written")  # fmt: skip
+    if _FORMAT in ties:
+        raise CheckpointError(f"'{_FORMAT}' is another name of {ties[_FORMAT]!r}, and safetensors keeps that word for itself; nothing has been written")  # fmt: skip
     shards = [list(tensors)] if only is not None else _shards(tensors, max_shard_bytes)
     with_index = only is None and (len(shards) > 1 or bool(taken))
     mark = f"-{secrets.token_hex(4)}" if taken else ""

@@ -31,7 +31,12 @@ __all__ = ["run"]
 FINE, WRONG, FAILED, PIPE_CLOSED, INTERRUPTED = 0, 1, 2, 141, 130
 _WITHOUT_END = 10_000
 """Columns where there is no terminal: nothing is cut that a program might look for."""
-_OPTIONS = {"select=": "--select", "strict=False": "--leave-out", "overwrite=True": "--overwrite"}
+_OPTIONS = {
+    "select=": "--select",
+    "strict=False": "--leave-out",
+    "overwrite=True": "--overwrite",
+    "farstep.checkpoint.convert makes": "farstep checkpoint convert SOURCE TARGET --to farstep makes",
+}
 """What errors say of arguments, in the words of this command."""
 
 
