@@ -272,7 +272,9 @@ def _checked(found: Any) -> Manifest:
         raise _Bad(f"its save is called {save!r}")
     if not _is_count(ranks) or not 1 <= ranks <= MOST_RANKS:
         raise _Bad(f"ranks is {ranks!r}")
-    if type(block_bytes) is not int or block_bytes != BLOCK_BYTES:  # so much is in memory to verify a part of it
+    if (
+        type(block_bytes) is not int or block_bytes != BLOCK_BYTES
+    ):  # so much is in memory to verify a part of it
         raise _Bad(f"block_bytes is {block_bytes!r}, and not {BLOCK_BYTES}")
     files = _files(found["files"], save, ranks)
     tensors = _tensors(found["tensors"])

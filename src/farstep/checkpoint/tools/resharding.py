@@ -11,7 +11,16 @@ import numpy as np
 import torch
 import xxhash
 
-from farstep.checkpoint.manifest import BLOCK_BYTES, MANIFEST, MOST_RANKS, Boxes, File, Manifest, data_file, is_ours
+from farstep.checkpoint.manifest import (
+    BLOCK_BYTES,
+    MANIFEST,
+    MOST_RANKS,
+    Boxes,
+    File,
+    Manifest,
+    data_file,
+    is_ours,
+)
 from farstep.checkpoint.memory import bytes_of
 from farstep.checkpoint.saving import is_in_place
 from farstep.checkpoint.storage import Storage
@@ -43,7 +52,9 @@ def reshard(
     that is allowed, when the new one is whole; it may be the one that is read.
     """
     if not 1 <= ranks <= MOST_RANKS:
-        raise ValueError(f"a checkpoint is saved by at least one rank and at most {MOST_RANKS:,}, not {ranks:,}")
+        raise CheckpointError(
+            f"a checkpoint is saved by at least one rank and at most {MOST_RANKS:,}, not {ranks:,}"
+        )
     source, manifest = opened_own(path, storage_options)
     into = storage_at(target, storage_options)
     if not overwrite and MANIFEST in into.names():
