@@ -11,7 +11,7 @@ __all__ = ["add_checkpoint", "run_checkpoint"]
 
 ABOUT = """\
 Look into checkpoints, verify, compare, convert and redistribute them.
-A PATH is the directory of a checkpoint, or, for reading, a URL such as s3://bucket/run/step100.
+A PATH is the directory of a checkpoint, or a URL such as s3://bucket/run/step100.
 """
 CODES = """\
 exit codes:
@@ -118,13 +118,18 @@ def add_checkpoint(commands: Commands) -> None:
     convert.add_argument(
         "--leave-out", action="store_true", help="what the format has no place for; else that is an error"
     )
-    convert.add_argument("--overwrite", action="store_true", help="replace what is at TARGET")
+    convert.add_argument("--overwrite", action="store_true", help="replace a checkpoint that is at TARGET")
+    _add_json(convert)
     reshard = add("reshard", "as if another number of ranks had saved it", RESHARD, "PATH", "TARGET")
     reshard.add_argument("--ranks", type=_at_least_1, required=True, metavar="M", help="how many")
     reshard.add_argument("--overwrite", action="store_true", help="replace a checkpoint that is at TARGET")
+    _add_json(reshard)
     plot = add("plot", "a picture of which rank holds what", PLOT, "PATH")
     plot.add_argument(
-        "--out", default="checkpoint.png", metavar="FILE", help="the PNG (default: %(default)s)"
+        "--out",
+        default="checkpoint.png",
+        metavar="FILE",
+        help="the PNG, or by its name SVG or PDF (default: %(default)s)",
     )
     plot.add_argument("--text", action="store_true", help="draw in the terminal; needs no matplotlib")
     _add_filter(plot)

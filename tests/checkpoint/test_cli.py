@@ -216,6 +216,65 @@ def test_convert_of_a_part(cli: Cli, saved: Path, tmp_path: Path) -> None:
     assert "epoch" in cli.err
 
 
+def test_convert_and_reshard_for_programs(cli: Cli, saved: Path, tmp_path: Path) -> None:
+    found = json.loads(cli("convert", saved, tmp_path / "x", "--to", "safetensors", "--leave-out", "--json"))
+    assert (found["source"], found["target"]) == (str(saved), str(tmp_path / "x"))
+    assert (found["source_format"], found["format"]) == ("farstep", "safetensors")
+    assert "epoch" in found["left_out"]
+    assert (found["tensors"] > 10, found["nbytes"] > 1 << 20, cli.err) == (True, True, "")
+    found = json.loads(cli("reshard", saved, tmp_path / "y", "--ranks", 2, "--json"))
+    assert (found["target"], found["ranks"], len(found["files"])) == (str(tmp_path / "y"), 2, 2)
+
+
+def test_what_is_left_out_is_not_without_end(cli: Cli, tmp_path: Path) -> None:
+    checkpoint.save({"w": torch.ones(1), "v": list(range(100))}, tmp_path / "x")
+    cli("convert", tmp_path / "x", tmp_path / "y", "--to", "safetensors", "--leave-out")
+    assert cli.err.count("\n") == 21
+    assert "80 more" in cli.err
+
+
+def test_a_managers_step_and_metric_are_shown(cli: Cli, tmp_path: Path) -> None:
+    manager = checkpoint.CheckpointManager(tmp_path)
+    manager.save({"w": torch.ones(1)}, 100, metric=0.25)
+    assert "step 100, metric 0.25" in cli("inspect", manager.path(100))
+    found = json.loads(cli("inspect", manager.path(100), "--json"))
+    assert found["info"] == {"step": 100, "metric": 0.25}
+
+
+def test_a_terminal_is_given_nothing_that_it_would_obey(cli: Cli, tmp_path: Path) -> None:
+    evil, w = "evil\x1b]0;owned\x07\x1b[2J\u202e", torch.ones(2)
+    state = {evil: w, f"{evil}2": w, "v\x1b[31m": "x\x1b[5m", "\ud800": torch.ones(3)}
+    checkpoint.save(state, tmp_path / "a")
+    checkpoint.save({evil: torch.zeros(2), f"{evil}3": torch.ones(1), "v\x1b[31m": 3}, tmp_path / "b")
+    damaged = damage(tmp_path / "b")
+    shown = [
+        cli("inspect", tmp_path / "a"),
+        cli("inspect", tmp_path / "a", "--boxes"),
+        cli("plot", tmp_path / "a", "--text"),
+        cli("verify", tmp_path / "b", code=1),
+    ]
+    assert damaged in shown[-1]
+    data = bytearray((tmp_path / "b" / damaged).read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "b" / damaged).write_bytes(data)
+    shown.append(cli("diff", tmp_path / "a", tmp_path / "b", code=1))
+    for to in ("dcp", "safetensors"):
+        try:
+            shown.append(cli("convert", tmp_path / "a", tmp_path / to, "--to", to, "--leave-out"))
+        finally:
+            shown.append(cli.err)
+    cli("plot", tmp_path / "a", "--out", tmp_path / "x.png")
+    for text in shown:
+        assert all(letter.isprintable() or letter == "\n" for letter in text), text
+    assert all(r"\x1b]0;owned\x07\x1b[2J\u202e" in text for text in shown[:5])
+    assert r"\ud800" in shown[0]
+
+
+def test_a_name_with_dollars_is_no_formula(cli: Cli, tmp_path: Path) -> None:
+    checkpoint.save({"$\\frac$": torch.ones(2)}, tmp_path / "a")
+    cli("plot", tmp_path / "a", "--out", tmp_path / "x.png")
+
+
 def test_reshard(cli: Cli, saved: Path, tmp_path: Path) -> None:
     text = cli("reshard", saved, tmp_path / "new", "--ranks", 5)
     assert "as if saved by 5 ranks, in 5 files" in text
@@ -235,6 +294,9 @@ def test_plot(cli: Cli, saved: Path, tmp_path: Path) -> None:
     assert "█" in text
     cli("plot", saved.parent / "alone", "--out", tmp_path / "one.png")
     cli("plot", saved, "--out", tmp_path / "x.nonsense", code=2)
+    cli("plot", saved, "--filter", "nobody", "--out", tmp_path / "y.png", code=2)
+    assert "no tensor has such a name" in cli.err
+    assert not (tmp_path / "y.png").exists()
     cli("plot", saved, "--out", tmp_path / "no" / "x.png", code=2)
 
 
@@ -269,6 +331,11 @@ def test_a_mistake_is_one_line(cli: Cli, saved: Path, tmp_path: Path) -> None:
         assert cli.err.startswith("farstep checkpoint: ")
     cli("inspect", saved.parent, code=2)
     assert "below it" in cli.err  # where there are some
+    torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
+    cli("inspect", tmp_path / "x.pt", code=2)
+    assert "farstep checkpoint convert SOURCE TARGET --to farstep" in cli.err
+    cli("reshard", saved, tmp_path / "x", "--ranks", 10**9, code=2)
+    assert cli.err.count("\n") == 1
 
 
 def test_damage_that_is_met_on_the_way_is_one_line_and_a_code_of_its_own(
@@ -393,7 +460,7 @@ def test_a_bar_on_a_terminal_and_ctrl_c(tmp_path: Path) -> None:
     )
     os.close(theirs)
     try:
-        _until(ours, b"MiB of 240 MiB")
+        assert b"0 B of 0 B" not in _until(ours, b"MiB of 240 MiB")
         process.send_signal(signal.SIGINT)
         shown = _until(ours, b"interrupted")
         assert process.wait(PATIENCE_S) == 130

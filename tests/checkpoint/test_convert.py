@@ -327,6 +327,7 @@ def safetensors_file(path, header, data=b"\0" * 64, length=None) -> None:
         {"w": {"dtype": "F32", "shape": "4", "data_offsets": [0, 16]}},
         {"w": {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}},
         {"w": 3},
+        {"w": {"dtype": "F32", "shape": [1 << 61, 1 << 61, 0], "data_offsets": [0, 0]}},
         {"__metadata__": {"a": 3}},
         {
             "w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]},
@@ -342,6 +343,34 @@ def test_headers_of_safetensors_that_lie(tmp_path, header):
     safetensors_file(tmp_path / "model.safetensors", header)
     with pytest.raises(DamagedCheckpoint, match=r"model\.safetensors is refused"):
         read(tmp_path)
+
+
+def test_places_of_shards_that_cannot_be(tmp_path):
+    said = json.dumps({"w": {"saved_offsets": [1 << 61, 1 << 61]}})
+    save_file({"w": torch.ones(1, 1)}, tmp_path / "model.safetensors", {"DCP_SHARDING_INFO": said})
+    with pytest.raises(DamagedCheckpoint, match="more bytes than there can be"):
+        read(tmp_path)
+
+
+def test_the_word_format_is_no_tensor(tmp_path):
+    save_file({"pt": torch.ones(2)}, tmp_path / "x.safetensors", {"format": "pt"})
+    assert read(tmp_path / "x.safetensors").keys() == {"pt"}
+    w = torch.ones(2)
+    save({"a": w, "format": w}, tmp_path / "tied")
+    with pytest.raises(CheckpointError, match="keeps that word for itself"):
+        convert(tmp_path / "tied", tmp_path / "y.safetensors")
+
+
+def test_an_error_names_the_file_that_was_given(tmp_path):
+    file = tmp_path / "x.safetensors"
+    save_file({"w": torch.ones(2)}, file)
+    with pytest.raises(CheckpointMismatch, match=r"x\.safetensors"):
+        load({"w": torch.ones(2, dtype=torch.float64)}, file)
+    with pytest.raises(CheckpointMismatch, match=r"x\.safetensors"):
+        load({"v": torch.ones(2)}, file)
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(DamagedCheckpoint, match=r"x\.safetensors is refused"):
+        read(file)
 
 
 def test_files_of_safetensors_that_are_cut_off(tmp_path):

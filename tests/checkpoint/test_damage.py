@@ -232,6 +232,12 @@ HOSTILE = {
         "checksums", base64.b64encode(base64.b64decode(m["checksums"]) + bytes(8)).decode()
     ),
     "blocks of nothing": set_at("block_bytes", 0),
+    "blocks of more than there is memory": set_at("block_bytes", 1 << 60),
+    "blocks of nearly as much": set_at("block_bytes", (1 << 20) + 1),
+    "blocks of a fraction": set_at("block_bytes", 1048576.0),
+    "ranks without end": set_at("ranks", 1 << 40),
+    "a file of a rank that there is not": lambda m: m["files"]["ranks"].__setitem__(0, m["ranks"]),
+    "a value that says it is not to be read": set_at("tree", "dict", "s", {"unreadable": "x"}),
     "a newer version": set_at("version", 2),
     "another format": set_at("format", "other"),
     "another key": set_at("code", "import os"),
@@ -282,6 +288,16 @@ def test_deep_nesting_is_refused(saved):
         with pytest.raises(CheckpointError):
             checkpoint.read(saved)
         manifest["tree"] = None
+
+
+def test_a_save_replaces_a_checkpoint_that_is_not_to_be_read(saved):
+    manifest = manifest_in(saved)
+    manifest["tree"]["dict"]["s"] = {"unreadable": "x"}
+    put(saved, manifest)
+    with pytest.raises(DamagedCheckpoint, match="'s' cannot be read"):
+        checkpoint.read(saved)
+    checkpoint.save({"a": 1}, saved)
+    assert checkpoint.read(saved) == {"a": 1}
 
 
 def test_a_hostile_manifest_does_not_lead_a_save_astray(tmp_path, tmp_path_factory):

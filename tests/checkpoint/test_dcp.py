@@ -4,6 +4,7 @@ import io
 import os
 import pickle
 import struct
+import tracemalloc
 import warnings
 import zipfile
 
@@ -472,6 +473,96 @@ def test_values_that_never_end_when_they_are_walked(made):
     replaced(made, "v", archived(pickle.dumps(value, protocol=2)))
     with pytest.raises(CheckpointError, match="larger or deeper"):
         read(made)
+
+
+def test_values_that_are_small_and_stand_for_much(made, tmp_path):
+    most = 256 << 20
+    text = b"X" + struct.pack("<I", 1 << 20) + b"x" * (1 << 20)
+    expanded = pickle.dumps(Calls(torch._utils._rebuild_device_tensor_from_cpu_tensor, 1, 2, 3, 4), 2)
+    hashed = b"\x80\x02)" + b"q\x01h\x01\x86" * 64 + b"q\x02}h\x02K\x01s."
+    for pickled, said in (
+        (b"\x80\x02cbuiltins\nbytearray\nJ" + struct.pack("<i", most) + b"\x85R.", "no text"),
+        (b"\x80\x02c__builtin__\nbytearray\nJ" + struct.pack("<i", most) + b"\x85R.", "no text"),
+        (b"\x80\x02](" + text + b"q\x01" + b"h\x01" * 300 + b"e.", "larger or deeper"),
+        (b"\x80\x02](c_codecs\nencode\n" + text + b"X\x06\x00\x00\x00latin1\x86Rq\x01" + b"h\x01" * 300 + b"e.", "larger or deeper"),
+        (b"\x80\x02]" + b"(" + text + b"q\x01" + b"}h\x01K\x01s" * 300 + b"e.", "larger or deeper"),
+        (expanded, "_rebuild_device_tensor_from_cpu_tensor"),
+        (hashed, "a tuple as a key"),
+    ):  # fmt: skip
+        replaced(made, "v", archived(pickled))
+        into = {"w": torch.zeros(4, 4)}
+        tracemalloc.start()
+        try:
+            load(into, made)
+            assert tracemalloc.get_traced_memory()[1] < 100 << 20
+            with pytest.raises(CheckpointError, match=f"'v' cannot be read: .*{said}"):
+                read(made)
+            (tmp_path / "x.pt").write_bytes(archived(pickled))
+            with pytest.raises(CheckpointError, match=said):
+                convert(tmp_path / "x.pt", tmp_path / "y")
+            assert tracemalloc.get_traced_memory()[1] < 100 << 20
+        finally:
+            tracemalloc.stop()
+        assert torch.equal(into["w"], torch.ones(4, 4))
+
+
+def test_an_archive_that_is_another_for_another_reader(made, tmp_path):
+    """Python's zipfile takes the last of two files of one name, and torch may take the first."""
+    data = io.BytesIO(archived(pickle.dumps((1, torch.Size([2])), 2)))
+    with pytest.warns(UserWarning, match="Duplicate name"), zipfile.ZipFile(data, "a") as file:
+        file.writestr("archive/data.pkl", pickle.dumps((2, torch.Size([2])), 2))
+    replaced(made, "v", data.getvalue())
+    with pytest.raises(CheckpointError, match="two files of one name"):
+        read(made)
+
+
+def test_values_that_plain_pickles_may_have(tmp_path):
+    model = torch.nn.BatchNorm1d(3)
+    marked = torch.ones(2)
+    marked.of = "a tensor with an attribute"
+    state = {
+        "w": torch.ones(4),
+        "v": (
+            torch.ones(2),
+            b"bytes",
+            2j,
+            torch.Size([2, 3]),
+            torch.device("cpu"),
+            torch.float8_e4m3fn,
+            {"seed": 1 << 127},
+            model.state_dict(),
+            torch.nn.Parameter(torch.ones(2)),
+            torch.ones(4, 2).t(),
+            "x" * 100,
+        ),
+    }
+    path = by_torch(state, tmp_path / "dcp")
+    same(read(path), {**state, "v": (*state["v"][:7], dict(state["v"][7]), *state["v"][8:])})
+    torch.save({"w": marked, "b": bytearray(b"abc"), "e": bytearray()}, tmp_path / "x.pt")
+    convert(tmp_path / "x.pt", tmp_path / "x")
+    same(read(tmp_path / "x"), {"w": torch.ones(2), "b": b"abc", "e": b""})
+
+
+def test_one_odd_value_does_not_keep_the_rest_from_being_loaded(tmp_path):
+    odd = {
+        "sparse": torch.eye(3).to_sparse(),
+        "quantized": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
+        "meta": torch.ones(3, device="meta"),
+        "key": {(1, 2): 3},
+        "names": {"a": {"b": 3}, "a.b": 2},
+        "number": 10**5000,
+        "set": {1, 2},
+    }
+    for name, value in odd.items():
+        path = by_torch({"w": torch.ones(4), "x": (value, 1)}, tmp_path / name)
+        into = {"w": torch.zeros(4)}
+        load(into, path)
+        assert torch.equal(into["w"], torch.ones(4)), name
+        with pytest.raises(CheckpointError, match="'x' cannot be read"):
+            read(path)
+        torch.save({"w": torch.ones(4), "x": value}, tmp_path / f"{name}.pt")
+        with pytest.raises(CheckpointError):
+            convert(tmp_path / f"{name}.pt", tmp_path / f"{name}-ours")
 
 
 def test_archives_that_lie(made):

@@ -390,3 +390,21 @@ def test_owners_of_rpc_write_there_too(s3):
         other = rpc.remote("worker1", torch.zeros, args=(3, 4))
         checkpoint.load({"table": other}, url, storage_options=options)
         assert torch.equal(other.to_here(), torch.ones(3, 4))
+
+
+def test_a_conversion_that_fails_leaves_the_object_that_was_there(s3, tmp_path):
+    url, _, options = s3
+    for name, value in (("old", 1.0), ("bad", 2.0)):
+        checkpoint.save({"w": torch.full((3,), value)}, tmp_path / name)
+    file = next((tmp_path / "bad").glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    for name in ("x.pt", "x.safetensors"):
+        checkpoint.convert(tmp_path / "old", f"{url}/{name}", storage_options=options)
+        with somebody_else(options).open(f"{url}/{name}") as old:
+            before = old.read()
+        with pytest.raises(DamagedCheckpoint):
+            checkpoint.convert(tmp_path / "bad", f"{url}/{name}", overwrite=True, storage_options=options)
+        with somebody_else(options).open(f"{url}/{name}") as found:
+            assert found.read() == before

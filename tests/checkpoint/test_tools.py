@@ -532,6 +532,28 @@ def test_a_picture_has_all_bytes_and_few_rows(original: Path, tmp_path: Path) ->
     assert layers_of(manifest_at(saved(tmp_path / "none", {"x": 1}))).rows == []
 
 
+def test_rows_of_a_picture_are_called_as_what_they_are(tmp_path: Path) -> None:
+    state = {
+        "model": {"h.0.weight": torch.ones(4), "h.0.mean": torch.ones(4)},
+        "ema": {"h.0.weight": torch.ones(4)},
+        "optim": {"state": {"h.0.weight": {"exp_avg": torch.ones(4)}}},
+        "rng": checkpoint.PerRank(torch.ones(4)),
+        "cuda": checkpoint.PerRank(torch.ones(4)),
+        "nest": [1, 2, {"t": torch.ones(4)}],
+        "numbered": {"state": {0: {"exp_avg": torch.ones(4)}}},
+    }
+    rows = {row.label: row for row in layers_of(manifest_at(saved(tmp_path / "x", state))).rows}
+    others = {"rng.rank0", "cuda.rank0", "nest.2.t", "numbered.state.0.exp_avg"}
+    assert rows.keys() == {"h.0.weight", "h.0.mean"} | others
+    assert {kind for kind, nbytes in rows["h.0.weight"].by_kind.items() if nbytes} == {
+        "model",
+        "ema",
+        "exp_avg",
+    }
+    alone = saved(tmp_path / "alone", {"model": {"a": torch.ones(4)}, "b": [torch.ones(4)]})
+    assert {row.label for row in layers_of(manifest_at(alone)).rows} == {"model.a", "b.0"}
+
+
 def test_numbers_for_people() -> None:
     assert ranges([0, 1, 2, 3, 8, 10, 11, 12]) == "0-3,8,10-12"
     assert ranges(range(0, 24, 2)) == "0,2..22"

@@ -132,8 +132,14 @@ def loaded(source: BinaryIO | Path, **options: Any) -> Any:
 
 
 def check_archive(source: Range) -> None:
-    """Nothing in it is compressed, so that it has no more than it seems to have. Raises Refused."""
-    _Archive(source).check()
+    """That torch may load it: nothing in it is compressed, and its pickle makes tensors of what is stored, and plain values, alone. Raises Refused.
+
+    torch.load(weights_only=True) runs nothing that is not known, but some of what it knows makes much of little: bytearray(1 << 40), or a tensor of one
+    element that is expanded and then copied; and to hash a tuple of tuples of tuples may never end.
+    """
+    archive = _Archive(source)
+    archive.check()
+    unpickled(archive.read("data.pkl", source._length), _checked_names, lambda _: _OPAQUE)
 
 
 class _Archive:
@@ -149,6 +155,9 @@ class _Archive:
         self._prefix = head.removesuffix("data.pkl")
 
     def check(self) -> None:
+        names = [info.filename for info in self._zip.infolist()]
+        if len(set(names)) != len(names) or not all(name.startswith(self._prefix) for name in names):
+            raise Refused("it has two files of one name, or files of something else")
         for info in self._zip.infolist():
             if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
                 raise Refused(f"its {info.filename[:100]!r} is compressed, which torch.save does not do")
@@ -164,9 +173,9 @@ class _Archive:
             raise Refused(f"its {name} is missing, or not stored as it is")
         return info
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, most: int = _MOST_PICKLE_BYTES) -> bytes:
         info = self._info(name)
-        if info.file_size > _MOST_PICKLE_BYTES:
+        if info.file_size > most:
             raise Refused(f"its {name} has {info.file_size} bytes")
         begin, size, crc = self.at(name)
         self._source.seek(begin)
@@ -260,6 +269,64 @@ def _value_names(module: str, name: str) -> Any:
     if (module, name) == ("collections", "OrderedDict"):
         return Call(lambda: {})
     raise Refused(f"it names {module[:100]}.{name[:100]}")
+
+
+class _Opaque:
+    """Something that torch will make, and that is not looked into here."""
+
+
+_OPAQUE, _BYTES = _Opaque(), _Opaque()
+_REBUILDING = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter", "_rebuild_parameter_with_state", "_rebuild_sparse_tensor")  # fmt: skip
+
+
+def _opaque(*_: Any) -> Any:
+    return _OPAQUE
+
+
+def _bytes(*args: Any) -> Any:
+    """Of text, as pickles of before Python 3 have them, or of bytes; a number would be how many there are to be."""
+    if any(type(each) is not str and each is not _BYTES for each in args):
+        raise Refused("it makes bytes of what is no text")
+    return _BYTES
+
+
+def _typed(function: Any, kind: Any, args: Any, state: Any) -> Any:
+    """A tensor with attributes."""
+    if function is not _REBUILD or kind is not _OPAQUE:
+        raise Refused("it has a tensor of a class of its own")
+    return _OPAQUE
+
+
+_REBUILD = Call(_opaque)
+_CHECKED = {
+    **{("torch._utils", name): _REBUILD for name in _REBUILDING},
+    ("torch._tensor", "_rebuild_from_type_v2"): Call(_typed),
+    ("torch.nn.parameter", "Parameter"): _OPAQUE,
+    ("torch", "Tensor"): _OPAQUE,
+    ("torch.storage", "UntypedStorage"): _OPAQUE,
+    ("torch.storage", "TypedStorage"): _OPAQUE,
+    ("torch", "Size"): Call(_opaque),
+    ("torch", "device"): Call(_opaque),
+    ("torch.serialization", "_get_layout"): Call(_opaque),
+    ("builtins", "complex"): Call(_opaque),
+    ("builtins", "bytearray"): Call(_bytes),
+    ("_codecs", "encode"): Call(_bytes),
+}
+
+
+def _checked_names(module: str, name: str) -> Any:
+    """What a value that a checkpoint keeps may need of torch."""
+    module = "builtins" if module == "__builtin__" else module
+    if (module, name) in _CHECKED:
+        return _CHECKED[module, name]
+    if module == "torch" and (
+        name.endswith("Storage") or isinstance(getattr(torch, name, None), torch.dtype)
+    ):
+        return _OPAQUE
+    try:
+        return _value_names(module, name)
+    except Refused as exc:
+        raise Refused(f"{exc}, which neither tensors nor plain values need") from None
 
 
 # -- writing ----------------------------------------------------------------------------------------------

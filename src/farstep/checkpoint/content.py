@@ -8,17 +8,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from farstep.checkpoint.archives import Range, check_archive, loaded
-from farstep.checkpoint.collecting import collected
-from farstep.checkpoint.dcp import check_extent
-from farstep.checkpoint.dtypes import name_of
+from farstep.checkpoint.dcp import check_extent, collected_values
 from farstep.checkpoint.local_disk import LocalDisk
 from farstep.checkpoint.manifest import TensorInfo
 from farstep.checkpoint.pickles import Refused
-from farstep.checkpoint.ranks import Ranks
 from farstep.checkpoint.sources import Source, StoredTensor, format_of, source_of
 from farstep.checkpoint.storage import Buffer, Storage
 from farstep.checkpoint.tree import children, is_container, joined
@@ -36,6 +32,8 @@ class Content:
     tensors: dict[str, Tensor | StoredTensor]
     kind: str = "state"
     left_out: list[str] = field(default_factory=list)
+    info_of_save: dict[str, Any] = field(default_factory=dict)
+    """What a checkpoint of ours says of itself, such as its step."""
 
     def info(self, name: str) -> TensorInfo:
         return TensorInfo(self.tensors[name].dtype, tuple(self.tensors[name].shape))
@@ -55,7 +53,7 @@ class Content:
         node, name = self.tree, ""
         if select is not None:
             node, name = _found(self.tree, select), select
-        made = Content(None, {}, self.kind, list(self.left_out))
+        made = Content(None, {}, self.kind, list(self.left_out), self.info_of_save)
         made.tree = _Replacing(self, made, keep_ranks).node(node, name, "")
         if not is_container(made.tree) or ("dict" not in made.tree and "pairs" not in made.tree):
             raise CheckpointMismatch(
@@ -141,15 +139,13 @@ def content_of(storage: Storage, verify: bool, stack: ExitStack) -> Content:
         return _of_torch(storage)
     inner, manifest = source_of(storage, verify)
     source = Source(inner, manifest, verify, stack)
-    return Content(manifest.tree, dict(source.tensors()), kind)
+    return Content(manifest.tree, dict(source.tensors()), kind, info_of_save=manifest.info)
 
 
 def content_of_state(state: Any) -> Content:
     """Of a state in this process alone."""
-    found = collected(state, Ranks(alone=True))
-    return Content(
-        found.tree, {name: _kept(name, shards.tensors[0]) for name, shards in found.tensors.items()}
-    )
+    found = collected_values(state)
+    return Content(found.tree, {name: shards.tensors[0] for name, shards in found.tensors.items()})
 
 
 def _of_torch(storage: LocalDisk) -> Content:
@@ -171,15 +167,3 @@ def _of_torch(storage: LocalDisk) -> Content:
     content = content_of_state(value)
     content.kind = "torch"
     return content
-
-
-def _kept(name: str, tensor: Tensor) -> Tensor:
-    if tensor.layout is not torch.strided:
-        raise CheckpointError(
-            f"{name!r} is a tensor of the layout {tensor.layout}, which a checkpoint does not keep: make it dense"
-        )
-    try:
-        name_of(tensor.dtype)
-    except ValueError as exc:
-        raise CheckpointError(f"{name!r}: {exc}") from None
-    return tensor

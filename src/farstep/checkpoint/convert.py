@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import secrets
-import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from farstep.checkpoint.archives import write_archive
 from farstep.checkpoint.content import Content, content_of, content_of_state
 from farstep.checkpoint.dcp_writing import value_with, write_dcp
 from farstep.checkpoint.huggingface import write_safetensors
-from farstep.checkpoint.local_disk import LocalDisk, sync_directory
 from farstep.checkpoint.manifest import MANIFEST, is_ours
+from farstep.checkpoint.placing import PathLike, aside, exists, refuse_overlap
 from farstep.checkpoint.ranks import Ranks
 from farstep.checkpoint.saving import Draft, written
 from farstep.checkpoint.storage import Storage, storage_of
@@ -29,7 +25,6 @@ __all__ = ["FORMATS", "Converted", "convert", "save_dcp"]
 
 FORMATS = ("farstep", "dcp", "torch", "safetensors")
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-PathLike = str | os.PathLike[str]
 
 
 @dataclass
@@ -64,7 +59,8 @@ def convert(
     "torch" makes a file, "safetensors" a file if the target is called .safetensors and else a directory, with an index if it has more than
     `max_shard_bytes`. `select` is the name of a part of the state that is taken alone, such as "model".
 
-    The target is there when all of it is written, or not at all. One that is there already is replaced only with `overwrite`.
+    The target is there when all of it is written, or not at all. One that is there already is replaced only with `overwrite`, and a directory only if it has
+    nothing but a checkpoint in it.
     With `strict`, what the source has must have a place in the target's format; else it is left out and told of. Tensors that are one
     under several names stay so. `progress(bytes_done, bytes_total)` is called as it goes.
     """
@@ -72,8 +68,7 @@ def convert(
     if to not in FORMATS:
         raise CheckpointError(f"there is no format {to!r}: to is one of {', '.join(FORMATS)}")
     origin = storage_of(source, storage_options)
-    if not isinstance(target, Storage) and not isinstance(source, Storage) and _is_same(source, target):
-        raise CheckpointError(f"{target} is the checkpoint that is to be converted: give another place")
+    refuse_overlap(source, target, _is_file(target, to))
     with ExitStack() as stack:
         content = content_of(origin, verify, stack).selected(select, keep_ranks=to == "farstep")
         return _put(content, target, to, strict, overwrite, max_shard_bytes, progress, storage_options)
@@ -114,17 +109,16 @@ def _put(
     if to == "farstep":
         _put_ours(content, storage_of(target, options), overwrite, progress)
     else:
-        is_file = to == "torch" or (to == "safetensors" and str(target).endswith(".safetensors"))
         tally = Tally(content.nbytes, progress)
-        with _aside(target, is_file, overwrite, options) as (storage, name):
+        with aside(target, _is_file(target, to), overwrite, options) as (storage, name, taken):
             if to == "dcp":
-                write_dcp(storage, content, tally)
+                write_dcp(storage, content, tally, taken)
             elif to == "torch":
                 assert name is not None
                 _write_torch(storage, name, content, tally)
             else:
                 infos = {each: content.info(each) for each in content.tensors}
-                write_safetensors(storage, name, infos, _ties(content), lambda n: content.blocks(n, tally), max_shard_bytes)  # fmt: skip
+                write_safetensors(storage, name, infos, _ties(content), lambda n: content.blocks(n, tally), max_shard_bytes, taken)  # fmt: skip
     return Converted(content.kind, to, len(content.tensors), content.nbytes, content.left_out)
 
 
@@ -135,7 +129,7 @@ def _put_ours(content: Content, storage: Storage, overwrite: bool, progress: Pro
     there = [name for name in storage.names() if not is_ours(name)]
     others = [name for name in there if name != MANIFEST]
     if MANIFEST in there and not overwrite:
-        raise _exists(storage)
+        raise exists(storage)
     if others or storage.directories():
         what = others[0] if others else storage.directories()[0]
         raise CheckpointError(
@@ -148,7 +142,7 @@ def _put_ours(content: Content, storage: Storage, overwrite: bool, progress: Pro
         if infos[name].nbytes
     ]
     writes.sort(key=lambda each: (-each.tensor.itemsize, -each.tensor.nbytes))
-    written(Draft(storage, Ranks(alone=True), content.tree, infos, writes), progress)
+    written(Draft(storage, Ranks(alone=True), content.tree, infos, writes, content.info_of_save), progress)
 
 
 def _write_torch(storage: Storage, name: str, content: Content, tally: Tally) -> None:
@@ -183,105 +177,13 @@ def _ties(content: Content) -> dict[str, str]:
     return found
 
 
-# -- where it is written ----------------------------------------------------------------------------------
-
-
-@contextmanager
-def _aside(
-    target: PathLike | Storage, is_file: bool, overwrite: bool, options: dict[str, Any] | None
-) -> Iterator[tuple[Storage, str | None]]:
-    """A storage to write into, and the name of the file, if it is to be one. What is there in the end is put in place, or gone if there was an error."""
-    local = _local_path(target)
-    if local is None:
-        with _remote(target, is_file, overwrite, options) as found:
-            yield found
-        return
-    if not overwrite and _is_there(local):
-        raise _exists(local)
-    if local.is_dir() == is_file and local.exists():
-        raise CheckpointError(f"{local} is a {'directory' if local.is_dir() else 'file'}, and a {'file' if is_file else 'directory'} is to be written there")  # fmt: skip
-    parent = LocalDisk(local.parent)
-    parent.prepare()
-    mark = secrets.token_hex(4)
-    aside = local.with_name(f".{local.name}.{mark}.tmp")
-    try:
-        if is_file:
-            yield parent, aside.name
-        else:
-            storage = LocalDisk(aside)
-            storage.prepare()
-            yield storage, None
-        if not overwrite and _is_there(local):
-            raise _exists(local)
-        _move(aside, local, mark)
-    except BaseException:
-        if is_file:
-            aside.unlink(missing_ok=True)
-        else:
-            shutil.rmtree(aside, ignore_errors=True)
-        raise
-
-
-def _move(aside: Path, local: Path, mark: str) -> None:
-    if local.is_dir():
-        old = local.with_name(f".{local.name}.{mark}.old")
-        os.rename(local, old)
-        try:
-            os.rename(aside, local)
-        except BaseException:
-            os.rename(old, local)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        os.replace(aside, local)
-    sync_directory(local.parent)
-
-
-@contextmanager
-def _remote(
-    target: Any, is_file: bool, overwrite: bool, options: dict[str, Any] | None
-) -> Iterator[tuple[Storage, str | None]]:
-    """Where there is no rename: what makes the files a checkpoint is written last."""
-    name = None
-    if is_file:
-        if isinstance(target, Storage):
-            raise CheckpointError("a file is written to a path or URL, not into a storage: give that")
-        target, _, name = os.fspath(target).rpartition("/")
-    storage = storage_of(target, options)
-    there = storage.names()
-    if not overwrite and (name in there if is_file else there):
-        raise _exists(f"{storage}/{name}" if is_file else storage)
-    storage.prepare()
-    if not is_file:
-        storage.delete(there)
-    yield storage, name
-
-
-def _local_path(target: PathLike | Storage) -> Path | None:
-    if isinstance(target, Storage):
-        return target.path if isinstance(target, LocalDisk) else None
-    text = os.fspath(target)
-    if "://" in text and not text.startswith("file://"):
-        return None
-    return Path(text.removeprefix("file://"))
-
-
-def _is_there(path: Path) -> bool:
-    return any(path.iterdir()) if path.is_dir() else path.exists()
-
-
-def _exists(where: Any) -> CheckpointError:
-    return CheckpointError(
-        f"there is something at {where} already: overwrite=True replaces it; nothing has been written"
-    )
-
-
-def _is_same(one: PathLike, other: PathLike) -> bool:
-    return os.path.realpath(os.fspath(one)) == os.path.realpath(os.fspath(other))
-
-
 def _format_named(target: PathLike | Storage) -> str:
     name = str(target).lower()
     if name.endswith(".safetensors"):
         return "safetensors"
     return "torch" if name.endswith(_TORCH_SUFFIXES) else "farstep"
+
+
+def _is_file(target: PathLike | Storage, to: str) -> bool:
+    """Or a directory."""
+    return to == "torch" or (to == "safetensors" and str(target).endswith(".safetensors"))

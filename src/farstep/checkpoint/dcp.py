@@ -17,8 +17,9 @@ import xxhash
 from torch import Tensor
 
 from farstep.checkpoint.archives import Range, check_archive, loaded, place_of, plain_value
-from farstep.checkpoint.collecting import collected
+from farstep.checkpoint.collecting import Collected, collected
 from farstep.checkpoint.dcp_metadata import METADATA, Metadata, Stored, metadata_of
+from farstep.checkpoint.dtypes import name_of
 from farstep.checkpoint.items import Item, Items, Located, made_manifest
 from farstep.checkpoint.manifest import File, Manifest, TensorInfo
 from farstep.checkpoint.memory import bytes_of
@@ -27,13 +28,15 @@ from farstep.checkpoint.ranks import Ranks
 from farstep.checkpoint.safetensors_files import Header, read_header
 from farstep.checkpoint.storage import Storage, StoredFile
 from farstep.checkpoint.tree import MOST_DEPTH, encode_mapping
-from farstep.errors import CheckpointError, DamagedCheckpoint, NoCheckpoint
+from farstep.errors import CheckpointError, DamagedCheckpoint, FarstepError, NoCheckpoint
 from farstep.state import Box
 
-__all__ = ["METADATA", "check_extent", "open_dcp"]
+__all__ = ["METADATA", "check_extent", "collected_values", "open_dcp"]
 
 _RANK = re.compile(r"__(\d{1,7})_\d+\.distcp")
 _ZIP = b"PK\x03\x04"
+_SHORT = 64
+"""Names and such, which pickles have once however often they are used."""
 
 
 def open_dcp(storage: Storage) -> tuple[Items, Manifest]:
@@ -158,7 +161,7 @@ class _Opening:
                 return {"unreadable": f"{self._storage}: in the file {stored.file}, {exc}"}
         try:
             check_extent(value, stored.length)
-            found = collected({name: value}, Ranks(alone=True))
+            found = collected_values({name: value})
         except (Refused, CheckpointError) as exc:
             return {"unreadable": f"{self._storage}: in the file {stored.file}, {exc}"}
         for inner, shards in found.tensors.items():
@@ -180,7 +183,7 @@ def _loaded(file: StoredFile, stored: Stored) -> Any:
 
 
 def check_extent(value: Any, nbytes: int) -> None:
-    """A small pickle may stand for a structure that never ends when it is walked, or for one tensor many times over."""
+    """A small pickle may stand for a structure that never ends when it is walked, or for one tensor or text many times over."""
     left = 1000 + 10 * nbytes
     waiting = [(value, 0)]
     while waiting:
@@ -188,12 +191,39 @@ def check_extent(value: Any, nbytes: int) -> None:
         left -= 1
         if isinstance(each, Tensor):
             left -= 0 if each.layout is not torch.strided else each.nbytes
+        elif isinstance(each, str | bytes | bytearray) and len(each) > _SHORT:
+            left -= len(each)
         if left < 0 or depth > MOST_DEPTH:
             raise Refused("a value is larger or deeper than what is stored")
         if isinstance(each, Mapping):
-            waiting += [(inner, depth + 1) for inner in each.values()]
+            waiting += [(inner, depth + 1) for pair in each.items() for inner in pair]
         elif isinstance(each, list | tuple):
             waiting += [(inner, depth + 1) for inner in each]
+
+
+def collected_values(state: Any) -> Collected:
+    """Of what another format has. Raises CheckpointError for what a checkpoint of ours does not keep, tensors of another layout or dtype included."""
+    try:
+        found = collected(state, Ranks(alone=True))
+        for name, shards in found.tensors.items():
+            for tensor in shards.tensors:
+                _check_kept(name, tensor)
+    except CheckpointError:
+        raise
+    except (FarstepError, TypeError, ValueError) as exc:
+        raise CheckpointError(f"it has what a checkpoint does not keep: {exc}") from exc
+    return found
+
+
+def _check_kept(name: str, tensor: Tensor) -> None:
+    if tensor.layout is not torch.strided:
+        raise CheckpointError(
+            f"{name!r} is a tensor of the layout {tensor.layout}, which a checkpoint does not keep: make it dense"
+        )
+    try:
+        name_of(tensor.dtype)
+    except ValueError as exc:
+        raise CheckpointError(f"{name!r}: {exc}") from None
 
 
 # -- tensors ----------------------------------------------------------------------------------------------

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -21,16 +22,17 @@ from farstep.errors import CheckpointError
 
 __all__ = ["value_with", "write_dcp"]
 
-_FILE = "__0_0.distcp"
 _Path = tuple[str | int, ...]
 
 
-def write_dcp(storage: Storage, content: Content, tally: Tally) -> None:
-    """A tensor of several names is stored once. What DCP has no place for, a dict without anything in it, is told of in `content.left_out`."""
+def write_dcp(storage: Storage, content: Content, tally: Tally, taken: Collection[str] = ()) -> None:
+    """A tensor of several names is stored once. What DCP has no place for, a dict without anything in it, is told of in `content.left_out`. Data files have
+    no names that are taken."""
+    name_of_file = next(name for n in count() if (name := f"__0_{n}.distcp") not in taken)
     leaves = _leaves(content)
     stored: dict[str, tuple[int, int]] = {}
     by_tensor: dict[str, tuple[int, int]] = {}
-    file = storage.create(_FILE, 0)
+    file = storage.create(name_of_file, 0)
     at = 0
     try:
         for name, (_, node) in leaves.items():
@@ -47,7 +49,7 @@ def write_dcp(storage: Storage, content: Content, tally: Tally) -> None:
     except BaseException:
         file.abandon()
         raise
-    storage.replace(METADATA, pickle.dumps(_metadata(content, leaves, stored)))
+    storage.replace(METADATA, pickle.dumps(_metadata(content, leaves, stored, name_of_file)))
 
 
 def value_with(node: Any, name: str, content: Content, tally: Tally) -> Any:
@@ -110,7 +112,7 @@ def _tensor_at(node: Any, name: str) -> str | None:
 
 
 def _metadata(
-    content: Content, leaves: dict[str, tuple[_Path, Any]], stored: dict[str, tuple[int, int]]
+    content: Content, leaves: dict[str, tuple[_Path, Any]], stored: dict[str, tuple[int, int]], file: str
 ) -> Any:
     from torch.distributed.checkpoint import metadata as dcp
     from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -129,7 +131,7 @@ def _metadata(
                 dcp.TensorProperties(dtype=info.dtype), size, [dcp.ChunkStorageMetadata(zero, size)]
             )
             index = dcp.MetadataIndex(name, zero)
-        places[index] = _StorageInfo(_FILE, *stored[name])
+        places[index] = _StorageInfo(file, *stored[name])
     more: dict[str, Any] = {"storage_meta": dcp.StorageMeta(save_id=str(uuid.uuid4())), "version": "1.0.0"}
     known = {each.name for each in dataclasses.fields(dcp.Metadata)}
     return dcp.Metadata(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import xxhash
@@ -23,6 +25,8 @@ __all__ = ["INDEX", "open_safetensors", "write_safetensors"]
 INDEX = "model.safetensors.index.json"
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.safetensors")
 _MOST_INDEX_BYTES = 1 << 30
+_FORMAT = "format"
+"""In the metadata: what wrote it, and no tensor."""
 
 
 def open_safetensors(storage: Storage, only: str | None = None) -> tuple[Storage, Manifest]:
@@ -44,7 +48,7 @@ def open_safetensors(storage: Storage, only: str | None = None) -> tuple[Storage
     nodes: dict[str, Any] = {name: {"tensor": None} for name in tensors}
     for header in headers.values():
         for name, kept in header.metadata.items():  # as safetensors' save_model tells of tied tensors
-            if kept in tensors and name not in nodes:
+            if kept in tensors and name not in nodes and name != _FORMAT:
                 nodes[name] = {"tensor": kept}
     mark = xxhash.xxh3_64_hexdigest(
         repr([(n, h.nbytes, sorted(h.tensors)) for n, h in headers.items()]).encode()
@@ -104,6 +108,8 @@ def _tensors(
     tensors, rows = {}, []
     for name, each in boxes.items():
         shape = tuple(map(max, zip(*(box.ends for _, _, box in each), strict=True)))
+        if math.prod(side for side in shape if side) * dtypes[name].itemsize >= 1 << 62:
+            raise DamagedCheckpoint(f"{storage}: the parts of {name[:200]!r} are at places of more bytes than there can be")  # fmt: skip
         tensors[name] = TensorInfo(dtypes[name], shape)
         rows += [(name, file, at, box) for file, at, box in each if box.numel]
     return tensors, rows
@@ -119,8 +125,11 @@ def write_safetensors(
     ties: Mapping[str, str],
     blocks: Callable[[str], Iterable[Buffer]],
     max_shard_bytes: int,
+    taken: Collection[str] = (),
 ) -> None:
     """Files of at most so many bytes each, if a tensor is not larger, with an index if there are several; or, with `only`, one file of that name.
+
+    If there are other files already, whose names are taken, there is always an index: it makes the new ones count at once, under names of their own.
 
     `ties` are other names of tensors: they are kept in the file's metadata, where safetensors' load_model looks for them.
     """
@@ -129,18 +138,22 @@ def write_safetensors(
             raise CheckpointError(f"{name!r} is {info.dtype}, which safetensors does not keep; nothing has been written")  # fmt: skip
         if name == "__metadata__":
             raise CheckpointError("a tensor is called '__metadata__', which safetensors keeps for itself; nothing has been written")  # fmt: skip
+    if _FORMAT in ties:
+        raise CheckpointError(f"'{_FORMAT}' is another name of {ties[_FORMAT]!r}, and safetensors keeps that word for itself; nothing has been written")  # fmt: skip
     shards = [list(tensors)] if only is not None else _shards(tensors, max_shard_bytes)
+    with_index = only is None and (len(shards) > 1 or bool(taken))
+    mark = f"-{secrets.token_hex(4)}" if taken else ""
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         file = only or "model.safetensors"
-        if only is None and len(shards) > 1:
-            file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        if with_index:
+            file = f"model{mark}-{number:05}-of-{len(shards):05}.safetensors"
         # Elements of 8 bytes before those of 4, and so on: then all lie at multiples of their size.
         names.sort(key=lambda name: -tensors[name].dtype.itemsize)
         own = {tied: kept for tied, kept in ties.items() if kept in names}
         _write(storage, file, names, tensors, own, blocks)
         weight_map |= dict.fromkeys(names, file)
-    if len(shards) > 1:
+    if with_index:
         total = sum(info.nbytes for info in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         storage.replace(INDEX, json.dumps(index, indent=2).encode())

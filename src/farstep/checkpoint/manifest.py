@@ -37,7 +37,7 @@ import xxhash
 
 from farstep.checkpoint import tree
 from farstep.checkpoint.dtypes import dtype_named, name_of
-from farstep.errors import DamagedCheckpoint, LayoutError
+from farstep.errors import CheckpointError, DamagedCheckpoint, LayoutError
 from farstep.state import Layout, Spread
 from farstep.state.sweep import Ints
 
@@ -45,6 +45,7 @@ __all__ = [
     "BLOCK_BYTES",
     "MANIFEST",
     "MOST_DIMENSIONS",
+    "MOST_RANKS",
     "Boxes",
     "File",
     "Manifest",
@@ -58,6 +59,8 @@ __all__ = [
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "farstep.checkpoint", 1
 BLOCK_BYTES = 1 << 20
+MOST_RANKS = 10_000_000
+"""As many as names of files have numbers."""
 _HEAD = b'{"xxh3_128": "%s", "manifest": '
 _TAIL = b"}\n"
 _HEAD_BYTES = len(_HEAD % (b"0" * 32))
@@ -233,7 +236,7 @@ class Manifest:
         try:
             with no_collector():
                 return _checked(json.loads(bytes(body)))
-        except (_Bad, LayoutError, DamagedCheckpoint) as exc:
+        except (_Bad, LayoutError, CheckpointError) as exc:
             raise DamagedCheckpoint(f"{where}: {MANIFEST} is not valid: {exc}") from None
         except (ValueError, RecursionError) as exc:
             raise DamagedCheckpoint(f"{where}: {MANIFEST} is no JSON that can be read: {exc}") from None
@@ -269,10 +272,13 @@ def _checked(found: Any) -> Manifest:
     save, ranks, block_bytes = found["save"], found["ranks"], found["block_bytes"]
     if not isinstance(save, str) or not re.fullmatch(r"[0-9a-f]{16}", save):
         raise _Bad(f"its save is called {save!r}")
-    for what, number in (("ranks", ranks), ("block_bytes", block_bytes)):
-        if not _is_count(number) or number < 1:
-            raise _Bad(f"{what} is {number!r}")
-    files = _files(found["files"], save)
+    if not _is_count(ranks) or not 1 <= ranks <= MOST_RANKS:
+        raise _Bad(f"ranks is {ranks!r}")
+    if (
+        type(block_bytes) is not int or block_bytes != BLOCK_BYTES
+    ):  # so much is in memory to verify a part of it
+        raise _Bad(f"block_bytes is {block_bytes!r}, and not {BLOCK_BYTES}")
+    files = _files(found["files"], save, ranks)
     tensors = _tensors(found["tensors"])
     boxes = _boxes(found["boxes"], tensors, files)
     manifest = Manifest(save, ranks, files, found["tree"], tensors, boxes, _checksums(found["checksums"]), block_bytes, found["info"])  # fmt: skip
@@ -286,7 +292,7 @@ def _checked(found: Any) -> Manifest:
     return manifest
 
 
-def _files(found: Any, save: str) -> list[File]:
+def _files(found: Any, save: str, most_ranks: int) -> list[File]:
     _dict(found, "files", "names", "nbytes", "ranks")
     names, nbytes, ranks = (_list(found[key], f"files.{key}") for key in ("names", "nbytes", "ranks"))
     if not len(names) == len(nbytes) == len(ranks):
@@ -297,8 +303,8 @@ def _files(found: Any, save: str) -> list[File]:
             raise _Bad(
                 f"it names the file {name!r}, which no save writes: files are beside the manifest, and called after the save"
             )
-        if not _is_count(size) or not _is_count(rank):
-            raise _Bad(f"the file {name!r} has {size!r} bytes, of rank {rank!r}")
+        if not _is_count(size) or not _is_count(rank) or rank >= most_ranks:
+            raise _Bad(f"the file {name!r} has {size!r} bytes, of rank {rank!r} of {most_ranks}")
         files.append(File(name, size, rank))
     if len({each.name for each in files}) != len(files):
         raise _Bad("two files have one name")

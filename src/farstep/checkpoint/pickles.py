@@ -5,7 +5,7 @@ means what the caller's table says it means, never what Python would import, and
 can build strings, numbers, lists, tuples, dicts and what the table makes, and nothing else happens.
 
 Against pickles that are small and stand for much: nothing here copies, hashes or walks what is nested. Dict keys are numbers, strings or objects that
-hash by identity; a number has at most 8 bytes; a value's place in the memo is a key and no index. So what is built is of the order of the pickle's size.
+hash by identity; a number has at most 255 bytes; a value's place in the memo is a key and no index. So what is built is of the order of the pickle's size.
 """
 
 from __future__ import annotations
@@ -135,8 +135,6 @@ class _Machine:
 
     def long(self) -> None:
         size = self._number("<B")
-        if size > 9:
-            raise Refused("it has a number that is too large")
         self._stack.append(int.from_bytes(self._take(size), "little", signed=True))
 
     def constant(self, value: Any) -> None:
@@ -225,6 +223,8 @@ class _Machine:
     def build(self) -> None:
         state = self._stack.pop()
         record = self._stack[-1]
+        if type(record) is dict and type(state) is dict:
+            return  # attributes of an OrderedDict, such as the versions in a module's state_dict: of no use here
         if type(record) is not Record or record.state is not None or type(state) not in (dict, tuple):
             raise Refused("it sets the state of something that has none")
         record.state = state

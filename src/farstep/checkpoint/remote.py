@@ -235,7 +235,8 @@ class _NewFile(NewFile):
         try:
             if file is not None and hasattr(file, "forced"):
                 file.closed = True  # type: ignore[misc]  # or it would be sent after all when it is collected
-            self._storage.delete([self._name])
+            else:  # what is sent when it is closed has left what was there before as it was
+                self._storage.delete([self._name])
         except Exception:
             pass  # the next save cleans up
 

@@ -95,6 +95,8 @@ def _placed(name: str, entry: Any) -> tuple[Placed, int]:
         raise Refused(f"{name[:200]!r} has no dtype, shape and place that are known") from None
     if type(shape) is not list or not all(_is_count(n) for n in (*shape, begin, end)) or len(shape) > 64:
         raise Refused(f"{name[:200]!r} has no shape or no place")
+    if math.prod(side for side in shape if side) * dtype.itemsize >= 1 << 62:
+        raise Refused(f"{name[:200]!r} has a shape of more bytes than there can be")
     if end < begin or end - begin != math.prod(shape) * dtype.itemsize:
         raise Refused(f"{name[:200]!r} has not as many bytes as its shape")
     return Placed(dtype, tuple(shape), begin), end

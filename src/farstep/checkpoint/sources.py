@@ -6,6 +6,7 @@ import errno
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from threading import Event
 
 import torch
@@ -120,11 +121,22 @@ def source_of(storage: Storage, verify: bool = True) -> tuple[Storage, Manifest]
         )
     if kind == "safetensors":
         if isinstance(storage, LocalDisk) and storage.path.is_file():
-            return open_safetensors(LocalDisk(storage.path.parent), storage.path.name)
+            return open_safetensors(_OneFile(storage.path), storage.path.name)
         return open_safetensors(storage)
     items, manifest = open_dcp(storage)
     items.verify = verify
     return items, manifest
+
+
+class _OneFile(LocalDisk):
+    """The directory of a file that is a checkpoint by itself; called as that."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(file.parent)
+        self._file = file
+
+    def __str__(self) -> str:
+        return str(self._file)
 
 
 def opened_by_all(storage: Storage, ranks: Ranks, verify: bool) -> tuple[Storage, Manifest]:

@@ -20,6 +20,8 @@ class _Bytes(ProgressColumn):
     """How many of all, and how many in a second."""
 
     def render(self, task: Task) -> Text:
+        if not task.fields["is_known"]:
+            return Text()
         speed = task.finished_speed or task.speed
         rate = f"  {size(speed)}/s" if speed else ""
         return Text(f"{size(task.completed)} of {size(task.total or 0)}{rate}", style="cyan")
@@ -34,5 +36,5 @@ def bar(title: str) -> Iterator[Told | None]:
         return
     columns = (TextColumn(title), BarColumn(), _Bytes(), TimeRemainingColumn(compact=True))
     with Progress(*columns, console=console, transient=True) as shown:
-        task = shown.add_task("", total=None)
-        yield lambda done, total: shown.update(task, completed=done, total=total)
+        task = shown.add_task("", total=1, is_known=False)  # empty until it is known how much there is
+        yield lambda done, total: shown.update(task, completed=done, total=total or 1, is_known=total > 0)

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -22,16 +23,22 @@ from farstep.checkpoint.tools.layers import layers_of
 from farstep.checkpoint.tools.picture import draw, text_picture
 from farstep.checkpoint.tools.resharding import reshard
 from farstep.checkpoint.tools.screens import damages_screen, overview, ranks_table, tree_table
-from farstep.checkpoint.tools.units import count, size
+from farstep.checkpoint.tools.units import count, printable, size
 from farstep.checkpoint.tools.verifying import examine
 from farstep.errors import DamagedCheckpoint, FarstepError
 
 __all__ = ["run"]
 
 FINE, WRONG, FAILED, PIPE_CLOSED, INTERRUPTED = 0, 1, 2, 141, 130
+_LEFT_OUT = 20
 _WITHOUT_END = 10_000
 """Columns where there is no terminal: nothing is cut that a program might look for."""
-_OPTIONS = {"select=": "--select", "strict=False": "--leave-out", "overwrite=True": "--overwrite"}
+_OPTIONS = {
+    "select=": "--select",
+    "strict=False": "--leave-out",
+    "overwrite=True": "--overwrite",
+    "farstep.checkpoint.convert makes": "farstep checkpoint convert SOURCE TARGET --to farstep makes",
+}
 """What errors say of arguments, in the words of this command."""
 
 
@@ -59,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 def _complain(text: str, code: int) -> int:
     for keyword, option in _OPTIONS.items():
         text = text.replace(keyword, option)
-    print(f"farstep checkpoint: {' '.join(text.split())}", file=sys.stderr)
+    print(f"farstep checkpoint: {printable(' '.join(text.split()))}", file=sys.stderr)
     return code
 
 
@@ -93,6 +100,10 @@ class _Screen:
         with self._console.capture() as captured:
             self._console.print(*what, sep="\n")
         sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
+
+
+def _say(text: str) -> None:
+    print(printable(text))
 
 
 def _print_json(found: Any) -> None:
@@ -182,10 +193,15 @@ def _convert(args: argparse.Namespace) -> int:
             progress=progress,
             storage_options=_options(args),
         )
-    for name in found.left_out:
-        print(f"left out, as {args.to} has no place for it: {name}", file=sys.stderr)
+    if args.json:
+        _print_json({"source": args.source, "target": args.target, **asdict(found)})
+        return FINE
+    for name in found.left_out[:_LEFT_OUT]:
+        print(printable(f"left out, as {args.to} has no place for it: {name}"), file=sys.stderr)
+    if len(found.left_out) > _LEFT_OUT:
+        print(f"left out: {len(found.left_out) - _LEFT_OUT:,} more; --json lists all", file=sys.stderr)
     what = f"{count(found.tensors, 'tensor')}, {size(found.nbytes)}"
-    print(f"{args.target} is {args.source} as {found.format}, which was {found.source_format}: {what}")
+    _say(f"{args.target} is {args.source} as {found.format}, which was {found.source_format}: {what}")
     return FINE
 
 
@@ -202,7 +218,13 @@ def _reshard(args: argparse.Namespace) -> int:
         )
     _, made = opened(args.target, _options(args))
     seconds = time.monotonic() - began
-    print(
+    if args.json:
+        numbers = {"ranks": made.ranks, "tensors": len(made.tensors), "nbytes": made.nbytes}
+        _print_json(
+            {"path": args.path, "target": args.target, **numbers, "files": [file.name for file in made.files]}
+        )
+        return FINE
+    _say(
         f"{args.target} is whole: {size(made.nbytes)} in {count(len(made.tensors), 'tensor')}, as if saved by "
         f"{count(args.ranks, 'rank')}, in {count(len(made.files), 'file')}; {seconds:.1f} s"
     )
@@ -212,6 +234,8 @@ def _reshard(args: argparse.Namespace) -> int:
 def _plot(args: argparse.Namespace) -> int:
     storage, manifest = opened(args.path, _options(args))
     layers = layers_of(manifest, matcher(args.filter))
+    if args.filter and not layers.rows:
+        return _complain("no tensor has such a name", FAILED)
     if args.text:
         screen = _Screen()
         screen.show(overview(manifest, str(storage)), "", *text_picture(layers, screen.width))
@@ -226,7 +250,7 @@ def _plot(args: argparse.Namespace) -> int:
         )
     except ValueError as exc:  # a name that ends in what no picture is
         return _complain(f"{args.out} cannot be written: {exc}", FAILED)
-    print(f"{args.out} shows which rank holds what, and sizes by layer")
+    _say(f"{args.out} shows which rank holds what, and sizes by layer")
     return FINE
 
 

@@ -12,7 +12,7 @@ from farstep.checkpoint.dtypes import name_of
 from farstep.checkpoint.manifest import TensorInfo
 from farstep.checkpoint.tools.comparing import Diff, TensorDiff, ValueDiff
 from farstep.checkpoint.tools.screens import plain_table
-from farstep.checkpoint.tools.units import count, shape_text, short
+from farstep.checkpoint.tools.units import count, printable, shape_text, short
 
 __all__ = ["diff_screen"]
 
@@ -21,7 +21,7 @@ _VALUE_LETTERS = 40
 
 def diff_screen(found: Diff, a: str, b: str, limit: int) -> RenderableType:
     """Of each kind of difference the `limit` largest, or all if that is 0."""
-    parts: list[RenderableType] = [Text(f"A  {a}\nB  {b}", style="bold"), Text()]
+    parts: list[RenderableType] = [Text(f"A  {printable(a)}\nB  {printable(b)}", style="bold"), Text()]
     by_status: dict[str, list[TensorDiff]] = {}
     for each in found.tensors:
         by_status.setdefault(each.status, []).append(each)
@@ -61,7 +61,7 @@ def _listed(
     table = plain_table("", "", "", left=(0, 1, 2))
     table.show_header = False
     for each in found[: limit or None]:
-        table.add_row("", Text(each.name, overflow="fold"), Text(told(each), style="dim"))
+        table.add_row("", Text(printable(each.name), overflow="fold"), Text(told(each), style="dim"))
     yield table
     yield from _rest(found, limit)
 
@@ -73,7 +73,7 @@ def _numbers(title: str, found: Sequence[TensorDiff], limit: int) -> Iterator[Re
     yield Text(f"{count(len(found), 'tensor')} {title}", style="bold")
     table = plain_table("", "name", "differ", "max |A-B|", "|A-B|", "|A|", "|B|", left=(0, 1))
     for each in sorted(found, key=_weight, reverse=True)[: limit or None]:
-        name = Text(each.name, overflow="fold")
+        name = Text(printable(each.name), overflow="fold")
         if each.status == "dtype" and each.a is not None and each.b is not None:
             name.append(f"  {name_of(each.a.dtype)} → {name_of(each.b.dtype)}", style="dim")
         sums = each.sums
@@ -108,7 +108,7 @@ def _values(found: Sequence[ValueDiff], limit: int) -> Iterator[RenderableType]:
             told = (
                 f"{_value(each.a)}, only in A" if each.status == "only_a" else f"{_value(each.b)}, only in B"
             )
-        table.add_row("", Text(each.name, overflow="fold"), Text(told, style="cyan"))
+        table.add_row("", Text(printable(each.name), overflow="fold"), Text(told, style="cyan"))
     yield table
     yield from _rest(found, limit)
 

@@ -194,6 +194,7 @@ def as_json(manifest: Manifest, where: str, wanted: Callable[[str], bool] = lamb
         "path": where,
         "save": manifest.save,
         "ranks": manifest.ranks,
+        "info": manifest.info,
         "nbytes": manifest.nbytes,
         "files": [
             {"name": file.name, "rank": file.rank, "nbytes": file.nbytes, "boxes": count}

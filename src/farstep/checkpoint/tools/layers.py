@@ -49,10 +49,10 @@ def layers_of(manifest: Manifest, wanted: Callable[[str], bool] = lambda name: T
     if len(manifest.boxes):
         np.add.at(by_rank, (manifest.boxes.tensor, columns[ranks_of(manifest)]), manifest.box_bytes)
     root = _Node(())
-    bases = _bases(manifest.names)
+    places = _Places(manifest.names)
     for number, name in enumerate(manifest.names):
         if wanted(name):
-            kind, path = _kind_and_path(name, bases)
+            kind, path = places.kind_and_path(name)
             root.add(path, kind, by_rank[number])
     totals: dict[str, int] = {}
     for kind, nbytes in root.by_kind.items():
@@ -75,27 +75,42 @@ def _columns(manifest: Manifest) -> tuple[Ints, list[str]]:
 # -- what belongs to which layer --------------------------------------------------------------------------
 
 
-def _bases(names: Iterable[str]) -> set[str]:
-    """Names of parameters as an optimizer may call them: without what the model is called in the state, or with it."""
-    found = set()
-    for name in names:
-        found.add(name)
-        found.add(name.partition(".")[2])
-    found.discard("")
-    return found
+class _Places:
+    """A model's tensors, and those that an optimizer has for them, are one row, which is called as the model calls them. All else has its whole name."""
 
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = set(names)
+        self._tops: dict[str, set[str]] = {}
+        """What names go on with -> what they begin with."""
+        for name in self._names:
+            top, _, rest = name.partition(".")
+            if rest:
+                self._tops.setdefault(rest, set()).add(top)
+        owners = {owner for name in self._names if (owner := self._owner(name)) is not None}
+        models = {top for owner in owners - self._names for top in self._tops[owner]}
+        self._within = {rest for rest, tops in self._tops.items() if tops & models}
+        """Names within a model that has an optimizer."""
 
-def _kind_and_path(name: str, bases: set[str]) -> tuple[str, tuple[str, ...]]:
-    """`optimizer.state.h.0.weight.exp_avg` is the exp_avg of `h.0.weight` if there is a `model.h.0.weight`."""
-    owner, _, key = name.rpartition(".")
-    for _ in range(_MOST_DROPPED):
-        _, _, owner = owner.partition(".")
-        if not owner:
-            break
-        if owner in bases:
-            return key, tuple(owner.split("."))
-    top, _, rest = name.partition(".")
-    return (top, tuple(rest.split("."))) if rest else ("tensors", (name,))
+    def kind_and_path(self, name: str) -> tuple[str, tuple[str, ...]]:
+        """`optimizer.state.h.0.weight.exp_avg` is the exp_avg of `h.0.weight` if there is a `model.h.0.weight`."""
+        owner = self._owner(name)
+        if owner is not None:
+            return name.rpartition(".")[2], tuple(owner.split("."))
+        top, _, rest = name.partition(".")
+        if rest in self._within:
+            return top, tuple(rest.split("."))
+        return top if rest else "tensors", tuple(name.split("."))
+
+    def _owner(self, name: str) -> str | None:
+        """The parameter that an optimizer has this for, as the optimizer calls it: without what the model is called in the state, or with it."""
+        owner = name.rpartition(".")[0]
+        for _ in range(_MOST_DROPPED):
+            _, _, owner = owner.partition(".")
+            if not owner or owner.replace(".", "").isdecimal():  # a number, of whatever it is
+                return None
+            if owner in self._names or owner in self._tops:
+                return owner
+        return None
 
 
 @dataclass

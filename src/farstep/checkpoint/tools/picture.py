@@ -16,7 +16,7 @@ from rich.text import Text
 
 from farstep.checkpoint.tools.layers import OTHERS, Layers
 from farstep.checkpoint.tools.screens import plain_table
-from farstep.checkpoint.tools.units import short, size
+from farstep.checkpoint.tools.units import printable, short, size
 
 __all__ = ["draw", "text_picture"]
 
@@ -58,7 +58,7 @@ def draw(layers: Layers, title: str, path: str | os.PathLike[str]) -> None:
         _draw_totals(totals, layers)
     FigureCanvasAgg(figure)
     _draw_bars(bars, layers, with_labels=ranks == 1)
-    figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=11)
+    figure.suptitle(_plain(title), x=0.01, ha="left", color=INK, fontsize=11)
     figure.savefig(Path(path))
 
 
@@ -91,7 +91,12 @@ def _draw_cells(figure: Any, axes: Any, layers: Layers) -> None:
 
 
 def _label_rows(axes: Any, layers: Layers) -> None:
-    axes.set_yticks(range(len(layers.rows)), [short(row.label, LABEL_LETTERS) for row in layers.rows])
+    axes.set_yticks(range(len(layers.rows)), [_plain(short(row.label, LABEL_LETTERS)) for row in layers.rows])
+
+
+def _plain(text: str) -> str:
+    """matplotlib takes what is between two dollars for a formula."""
+    return printable(text).replace("$", r"\$")
 
 
 def _draw_totals(axes: Any, layers: Layers) -> None:
@@ -109,7 +114,7 @@ def _draw_bars(axes: Any, layers: Layers, with_labels: bool) -> None:
     palette = colours(layers, COLOURS, GREY)
     for kind in layers.kinds:
         wide = np.array([row.by_kind[kind] for row in layers.rows], dtype=np.float64)
-        axes.barh(range(len(wide)), wide, left=at, height=0.72, color=palette[kind], label=kind)
+        axes.barh(range(len(wide)), wide, left=at, height=0.72, color=palette[kind], label=_plain(kind))
         at += wide
     for y, row in enumerate(layers.rows):
         axes.annotate(size(row.nbytes), (at[y], y), (4, 0), textcoords="offset points", va="center", fontsize=8, color=INK)  # fmt: skip
@@ -153,5 +158,5 @@ def text_picture(layers: Layers, width: int) -> list[RenderableType]:
         table.add_row(short(row.label, LABEL_LETTERS), letters if is_shown else "", size(row.nbytes), bar)
     legend = Text()
     for kind in layers.kinds:
-        legend.append("█ ", style=palette[kind]).append(f"{kind}   ")
+        legend.append("█ ", style=palette[kind]).append(f"{printable(kind)}   ")
     return [table, Text(), legend]

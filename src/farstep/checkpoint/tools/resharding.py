@@ -11,7 +11,16 @@ import numpy as np
 import torch
 import xxhash
 
-from farstep.checkpoint.manifest import BLOCK_BYTES, MANIFEST, Boxes, File, Manifest, data_file, is_ours
+from farstep.checkpoint.manifest import (
+    BLOCK_BYTES,
+    MANIFEST,
+    MOST_RANKS,
+    Boxes,
+    File,
+    Manifest,
+    data_file,
+    is_ours,
+)
 from farstep.checkpoint.memory import bytes_of
 from farstep.checkpoint.saving import is_in_place
 from farstep.checkpoint.storage import Storage
@@ -42,8 +51,10 @@ def reshard(
     Everything that is read is verified. The target is there when all is written, or not at all. A checkpoint that is there already is replaced, if
     that is allowed, when the new one is whole; it may be the one that is read.
     """
-    if ranks < 1:
-        raise ValueError(f"a checkpoint is saved by at least one rank, not {ranks}")
+    if not 1 <= ranks <= MOST_RANKS:
+        raise CheckpointError(
+            f"a checkpoint is saved by at least one rank and at most {MOST_RANKS:,}, not {ranks:,}"
+        )
     source, manifest = opened_own(path, storage_options)
     into = storage_at(target, storage_options)
     if not overwrite and MANIFEST in into.names():
@@ -177,7 +188,7 @@ class _Writer:
             np.array([len(each.box.sizes) for each in writes], dtype=np.int64),
         )
         sums = np.array([each for part in checksums for each in part], dtype=np.uint64)
-        return Manifest(self._save, ranks, files, old.tree, old.tensors, boxes, sums)
+        return Manifest(self._save, ranks, files, old.tree, old.tensors, boxes, sums, info=old.info)
 
 
 class _Blocks:

@@ -15,7 +15,7 @@ from farstep.checkpoint.dtypes import name_of
 from farstep.checkpoint.manifest import Manifest
 from farstep.checkpoint.tools.contents import box_of, ranks_of
 from farstep.checkpoint.tools.inspecting import Branch, Leaf
-from farstep.checkpoint.tools.units import count, ranges, shape_text, short, size
+from farstep.checkpoint.tools.units import count, printable, ranges, shape_text, short, size
 from farstep.checkpoint.tools.verifying import Damage, Examined
 
 __all__ = ["damages_screen", "overview", "plain_table", "ranks_table", "tree_table"]
@@ -25,6 +25,7 @@ _VALUE_LETTERS = 40
 _RANKS = 8
 _BAR = 24
 _DAMAGES = 20
+_INFOS = 8
 
 
 @dataclass
@@ -44,13 +45,19 @@ def overview(manifest: Manifest, where: str) -> RenderableType:
         dtypes[name_of(info.dtype)] = dtypes.get(name_of(info.dtype), 0) + info.nbytes
     kinds = ", ".join(f"{name} {size(n)}" for name, n in sorted(dtypes.items(), key=lambda each: -each[1]))
     boxes, writers = len(manifest.boxes), len({file.rank for file in manifest.files})
-    text = Text(where, style="bold")
+    text = Text(printable(where), style="bold")
     text.append(
         f"\n{size(manifest.nbytes)} in {count(len(manifest.tensors), 'tensor')}, {count(boxes, 'box', 'boxes')}, "
         f"{count(len(manifest.files), 'file')}; saved by {count(manifest.ranks, 'rank')}"
         + (f", of which {writers} wrote" if writers != manifest.ranks else ""),
         style="not bold",
     )
+    if manifest.info:
+        told = ", ".join(
+            f"{short(key, _VALUE_LETTERS)} {_value(value)}"
+            for key, value in list(manifest.info.items())[:_INFOS]
+        )
+        text.append(f"\n{told}", style="not bold")
     text.append(f"\n{kinds}{'; ' if kinds else ''}save {manifest.save}", style="not bold dim")
     return text
 
@@ -92,7 +99,7 @@ def _rows(
 
 
 def _label(branch: Branch, is_shut: bool) -> Text:
-    text = Text(branch.label, style="" if branch.leaf is not None else "bold")
+    text = Text(printable(branch.label), style="" if branch.leaf is not None else "bold")
     leaf = branch.leaf
     if leaf is not None and leaf.kind == "tied":
         text.append(f" is {_names(leaf.values)}", style="magenta")
@@ -106,7 +113,8 @@ def _label(branch: Branch, is_shut: bool) -> Text:
 
 
 def _names(names: Sequence[Any]) -> str:
-    return str(names[0]) if len(set(names)) == 1 else f"{names[0]} and so on"
+    first = printable(str(names[0]))
+    return first if len(set(names)) == 1 else f"{first} and so on"
 
 
 def _values(values: Sequence[Any]) -> str:
@@ -139,7 +147,7 @@ def _box_rows(leaf: Leaf, manifest: Manifest, guide: str) -> Iterator[_Row]:
     for row in leaf.rows:
         file, box = manifest.files[int(manifest.boxes.file[row])].name, box_of(manifest, row)
         name = "" if is_one else manifest.names[int(manifest.boxes.tensor[row])]
-        text = Text(f"{name}{box} at {int(manifest.boxes.at[row]):,} of {file}", style="dim")
+        text = Text(f"{printable(name)}{box} at {int(manifest.boxes.at[row]):,} of {file}", style="dim")
         cells = (shape_text(box.sizes), "", size(int(manifest.box_bytes[row])), str(writers[row]), "")
         yield _Row(guide, guide, text, cells)
 
@@ -209,14 +217,14 @@ def damages_screen(found: Examined, where: str, seconds: float, strict: bool) ->
     manifest = found.manifest
     if found.damages:
         tensors = {damage.tensor for damage in found.damages if damage.tensor is not None}
-        said = f"{where} is damaged: {count(len(by_file), 'file')}"
+        said = f"{printable(where)} is damaged: {count(len(by_file), 'file')}"
         said += f", {count(len(tensors), 'tensor')} of {len(manifest.tensors):,}" if manifest and tensors else ""  # fmt: skip
         lines.append(Text(said, style="bold red"))
     elif manifest is not None:
         rate = f", {size(manifest.nbytes / seconds)}/s" if manifest.nbytes > 100 << 20 and seconds else ""
         lines.append(
             Text(
-                f"{where} is whole: {count(len(manifest.checksums), 'block')} of {count(len(manifest.tensors), 'tensor')} "
+                f"{printable(where)} is whole: {count(len(manifest.checksums), 'block')} of {count(len(manifest.tensors), 'tensor')} "
                 f"in {count(len(manifest.files), 'file')}, {size(manifest.nbytes)}{rate}",
                 style="green",
             )
@@ -235,7 +243,7 @@ def _damages(what: str, damages: Sequence[Damage]) -> Iterator[RenderableType]:
     for damage in named[:_DAMAGES]:
         spans = ", ".join(f"{a:,} to {b:,}" for a, b in damage.spans[:3])
         more = f" and {len(damage.spans) - 3} more" if len(damage.spans) > 3 else ""
-        text = Text(f"    {damage.tensor}{damage.box or ''}")
+        text = Text(f"    {printable(str(damage.tensor))}{damage.box or ''}")
         yield text.append(f"  bytes {spans}{more}" if spans else "", style="dim")
     if len(named) > _DAMAGES:
         yield Text(f"    and {len(named) - _DAMAGES:,} more; --json lists all", style="dim")

@@ -1,11 +1,11 @@
-"""Numbers for people: bytes, shapes, sets of ranks."""
+"""Numbers for people: bytes, shapes, sets of ranks; and names as a terminal may be given them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-__all__ = ["count", "ranges", "shape_text", "short", "size"]
+__all__ = ["count", "printable", "ranges", "shape_text", "short", "size"]
 
 _SHOWN = 4
 
@@ -43,8 +43,14 @@ def ranges(numbers: Iterable[int], shown: int = _SHOWN) -> str:
     return ",".join(texts) if len(texts) <= shown else ",".join(texts[: shown - 1]) + f",..{found[-1]}"
 
 
+def printable(text: str) -> str:
+    """A name may come from anybody: what a terminal would obey, and what it cannot show, is written out, as in `\\x1b`."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def short(text: str, most: int) -> str:
-    """With its middle left out if it is longer."""
+    """Printable, with its middle left out if it is longer."""
+    text = printable(text)
     if len(text) <= most:
         return text
     head = (most - 1) * 2 // 3
