@@ -98,6 +98,8 @@ class Filling:
         self._problems: list[str] = []
         self._dtypes: list[str] = []
         """What would have to be converted."""
+        self._impossible: list[str] = []
+        """Numbers that could not be converted either."""
         self._memory: dict[Any, tuple[str, str, Any]] = {}
         """What is to be filled so far -> its name in the state, the tensor that comes into it, and what keeps it from being freed."""
         self._finish: list[Callable[[], None]] = []
@@ -121,6 +123,8 @@ class Filling:
             self._problems.append(f"the state has no {named(report.unexpected)}")
         if strict and report.reshaped:
             self._problems.append(f"shapes differ: {report.shapes}")
+        if self._impossible:
+            self._problems.append(f"numbers do not fit: {listed(self._impossible)}")
         if self._dtypes:
             self._problems.append(f"dtypes differ: {listed(self._dtypes)} (convert_dtype=True converts)")
         if self._problems:
@@ -256,7 +260,10 @@ class Filling:
             )
         made = _as_tensor(number, value.dtype, self._convert_dtype)
         if made is None:
-            self._dtypes.append(f"{name!r} is {value.dtype} in the state and {number!r} in the checkpoint")
+            can_be = _as_tensor(number, value.dtype, True) is not None
+            (self._dtypes if can_be else self._impossible).append(
+                f"{name!r} is {value.dtype} in the state and {number!r} in the checkpoint"
+            )
         else:
             self._commit.append(lambda: (value.detach().copy_(made), None)[1])
         return value
