@@ -254,6 +254,8 @@ HOSTILE = {
     "a device that is none": set_at("tree", "dict", "s", {"device": "x" * 1000}),
     "a dtype that is a function": set_at("tree", "dict", "s", {"dtype": "load"}),
     "a float that is none": set_at("tree", "dict", "s", {"float": "1e5"}),
+    "a size beyond all numbers": set_at("tree", "dict", "s", {"size": [1 << 70]}),
+    "a size below nothing": set_at("tree", "dict", "s", {"size": [-1]}),
     "a key that cannot be one": set_at("tree", {"pairs": [[{"list": []}, 1]]}),
 }
 

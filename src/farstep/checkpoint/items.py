@@ -126,7 +126,9 @@ class _ItemFile(StoredFile):
         else:
             got = self._file.read_into(place.begin + within, buffer)
             if got != buffer.nbytes:
-                raise self._damaged(item, f"ends at byte {place.begin + within + got}, before it does")
+                raise self._damaged(
+                    item, f"ends before byte {place.begin + within + buffer.nbytes}, to which it goes"
+                )
             if place.crc is not None and self._storage.verify:
                 self._check(number, item, within, buffer, place.crc)
         if within + buffer.nbytes == item.nbytes and place.memory is not None:

@@ -182,7 +182,7 @@ def decode(node: Any, name: str = "", rank: int = 0, depth: int = 0) -> Any:
         return _DECODERS[kind](inside, name, rank, depth + 1)
     except CheckpointError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, binascii.Error):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError, binascii.Error):
         raise DamagedCheckpoint(f"the manifest has a bad {str(kind)[:40]!r} at {name!r}") from None
 
 
@@ -202,6 +202,13 @@ def _list(inside: Any, name: str, rank: int, depth: int) -> Any:
     if type(inside) is not list:
         raise TypeError
     return [decode(each, joined(name, key), rank, depth) for key, each in enumerate(inside)]
+
+
+def _size(inside: Any, *_: Any) -> torch.Size:
+    found = torch.Size(inside)
+    if not all(side >= 0 for side in found):  # which also raises for one that is too large
+        raise ValueError
+    return found
 
 
 def _tensor(inside: Any, name: str, rank: int, depth: int) -> Any:
@@ -246,7 +253,7 @@ _DECODERS: dict[str, Any] = {
     "complex": lambda inside, *_: complex(*(decode(each) for each in inside)),
     "dtype": lambda inside, *_: dtype_named(inside),
     "device": _device,
-    "size": lambda inside, *_: torch.Size(inside),
+    "size": _size,
     "unreadable": _unreadable,
 }
 
