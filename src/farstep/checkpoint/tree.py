@@ -205,10 +205,9 @@ def _list(inside: Any, name: str, rank: int, depth: int) -> Any:
 
 
 def _size(inside: Any, *_: Any) -> torch.Size:
-    found = torch.Size(inside)
-    if not all(side >= 0 for side in found):  # which also raises for one that is too large
+    if not all(0 <= side < 1 << 63 for side in inside):  # torch would notice later
         raise ValueError
-    return found
+    return torch.Size(inside)
 
 
 def _tensor(inside: Any, name: str, rank: int, depth: int) -> Any:
