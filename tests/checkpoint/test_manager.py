@@ -411,3 +411,13 @@ def _different_steps(path: str) -> None:
 def test_ranks_that_disagree(pair: Ranks, tmp_path: Path) -> None:
     pair.run(_different_steps, str(tmp_path))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_metric_that_is_none_and_a_step_that_is_not_there(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    with pytest.raises(ValueError, match="metric is a number, or a mapping of numbers, not 'x'"):
+        manager.save({"w": torch.ones(2)}, 1, metric="x")
+    manager.save({"w": torch.ones(2)}, 1, metric=torch.ones((), requires_grad=True) * 2)
+    assert manager.metric(1) == 2.0
+    with pytest.raises(NoCheckpoint, match="no checkpoint of step 77: it has step 1"):
+        manager.resume({"w": torch.ones(2)}, step=77)

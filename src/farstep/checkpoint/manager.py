@@ -8,6 +8,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from torch import Tensor
+
 from farstep.checkpoint.async_save import saved_behind
 from farstep.checkpoint.filling import Report
 from farstep.checkpoint.handle import SaveHandle, settle
@@ -192,10 +194,11 @@ class CheckpointManager:
     def delete(self, step: int) -> None:
         """Remove a step's checkpoint, whole or not. By one rank; for all."""
         if step not in self._found()[0]:
-            raise NoCheckpoint(
-                f"{self._storage} has no checkpoint of step {step}: it has {_listed(self.steps())}"
-            )
+            raise self._no_step(step, self.steps())
         self._remove(step)
+
+    def _no_step(self, step: int, steps: list[int]) -> NoCheckpoint:
+        return NoCheckpoint(f"{self._storage} has no checkpoint of step {step}: it has {_listed(steps)}")
 
     def _remove(self, step: int) -> None:
         """The manifest goes first, so that what is left of it, if this is cut short, is no checkpoint."""
@@ -283,6 +286,8 @@ class CheckpointManager:
                 steps = self.steps()
         steps = ranks.from_first(steps)
         if step is not None:
+            if step not in steps:
+                raise self._no_step(step, steps)
             return Resumed(step, {}, self._load(state, step, options))
         skipped: dict[int, str] = {}
         begun: list[int] = []
@@ -346,7 +351,10 @@ def _metric(metric: Any, monitor: str | None) -> float | None:
         metric = metric[monitor]
     if metric is None:
         return None
-    number = float(metric)
+    try:
+        number = float(metric.detach() if isinstance(metric, Tensor) else metric)
+    except (TypeError, ValueError, RuntimeError) as exc:
+        raise ValueError(f"metric is a number, or a mapping of numbers, not {metric!r:.100}") from exc
     return number if abs(number) < float("inf") else None
 
 

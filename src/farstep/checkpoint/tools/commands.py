@@ -172,6 +172,8 @@ def _diff(args: argparse.Namespace) -> int:
             progress=progress,
             storage_options=_options(args),
         )
+    if args.filter and not found.tensors and not found.values and not found.equal_values:
+        return _complain("nothing in either has such a name", FAILED)
     if args.json:
         _print_json({"a": args.a, "b": args.b, "tolerance": args.tolerance, **found.as_json()})
     else:

@@ -226,9 +226,11 @@ def damages_screen(found: Examined, where: str, seconds: float, strict: bool) ->
             Text(
                 f"{printable(where)} is whole: {count(len(manifest.checksums), 'block')} of {count(len(manifest.tensors), 'tensor')} "
                 f"in {count(len(manifest.files), 'file')}, {size(manifest.nbytes)}{rate}",
-                style="green",
+                style="yellow" if strict and found.strays else "green",
             )
         )
+        if strict and found.strays:
+            lines.append(Text("--strict: what lies beside it counts as wrong", style="red"))
     return Group(*lines)
 
 
