@@ -49,8 +49,8 @@ def test_a_value_whose_text_is_another(tmp_path, value):
     assert type(found) in (int, str, float)
 
 
-def _nested():
-    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+def _nested(layout=torch.strided):
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
 
 
 def _lazy():
@@ -69,6 +69,8 @@ REFUSED = {
     "sparse": lambda: {"x": torch.eye(3).to_sparse()},
     "meta": lambda: {"x": torch.empty(3, device="meta")},
     "nested": lambda: {"x": _nested()},
+    "jagged": lambda: {"x": _nested(torch.jagged)},
+    "a lazy parameter": lambda: {"x": nn.UninitializedParameter()},
     "a model on meta": lambda: {"x": nn.Linear(2, 2, device="meta")},
     "a lazy model": lambda: {"x": _lazy()},
 }

@@ -156,9 +156,14 @@ class _Collector:
         return {"ranks": [node if each == rank else None for each in range(self._ranks.count)]}
 
     def _tensor(self, value: Tensor | Shards, name: str) -> Any:
-        if isinstance(value, Tensor) and (value.is_nested or is_lazy(value)):
-            what = "is a nested tensor: give a list of tensors" if value.is_nested else "has no shape yet: run its module once, which gives it one"  # fmt: skip
-            raise CheckpointError(f"{name!r} {what}. Nothing has been saved")
+        if isinstance(value, Tensor) and is_lazy(value):
+            raise CheckpointError(
+                f"{name!r} has no shape yet: run its module once, which gives it one. Nothing has been saved"
+            )
+        if type(value) in (Tensor, nn.Parameter) and value.is_nested:  # type: ignore[union-attr]
+            raise CheckpointError(
+                f"{name!r} is a nested tensor: give a list of its tensors. Nothing has been saved"
+            )
         self._alive.append(value)
         memory = _memory(value)
         known = None if memory is None else self._names.setdefault(memory, name)
