@@ -176,7 +176,7 @@ def test_diff(cli: Cli, saved: Path, other: Path) -> None:
     assert "epoch  7  →  8" in text
     assert "3 tensors and 1 value differ" in text
     assert "no difference" in cli("diff", saved, other, "--tolerance", 0.5, "--filter", "layers.1")
-    assert "such a name" in cli("diff", saved, other, "--filter", "nobody", code=2)
+    cli("diff", saved, other, "--filter", "nobody", code=2)
 
 
 def test_diff_json_and_limit(cli: Cli, saved: Path, other: Path) -> None:

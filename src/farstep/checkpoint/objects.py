@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from farstep.checkpoint.elsewhere import reference_in
 from farstep.checkpoint.tree import joined
+from farstep.checkpoint.tree import joined
 from farstep.errors import CheckpointError
 from farstep.state import named_shards, optim_state_dict
 from farstep.state.adapters.modules import named_tensors, reshard
@@ -42,7 +43,7 @@ def models_in(state: Any, name: str = "", depth: int = 0) -> dict[str, nn.Module
     found: dict[str, nn.Module] = {}
     if depth < 10:
         for key, each in inside:
-            found |= models_in(each, f"{name}.{key}" if name else str(key), depth + 1)
+            found |= models_in(each, joined(name, key), depth + 1)
     return found
 
 

@@ -46,7 +46,7 @@ class KeyedOptimizer(Optimizer):
     `state_dict()` has no "param_groups" unless `save_param_groups(True)`: options are often set anew in each run.
     """
 
-    state_is_by_parameter = True
+    _state_is_by_parameter = True
     """See `farstep.state.optim_roster.has_own_state_dict`."""
 
     def __init__(

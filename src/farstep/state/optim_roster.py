@@ -131,8 +131,8 @@ def _flat(optim: Any) -> list[Optimizer]:
 
 
 def has_own_state_dict(optimizer: Optimizer) -> bool:
-    """Whether its class says itself what its state is, in a way that nothing here knows. With `state_is_by_parameter` it is all in `state`, whatever that says."""
-    if isinstance(optimizer, Seated | Composed) or getattr(optimizer, "state_is_by_parameter", False):
+    """Whether its class says itself what its state is, in a way that nothing here knows. With `_state_is_by_parameter` it is all in `state`, whatever that says."""
+    if isinstance(optimizer, Seated | Composed) or getattr(optimizer, "_state_is_by_parameter", False):
         return False
     return type(optimizer).state_dict is not Optimizer.state_dict
 
