@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from farstep.checkpoint.elsewhere import reference_in
 from farstep.checkpoint.tree import joined
-from farstep.checkpoint.tree import joined
 from farstep.errors import CheckpointError
 from farstep.state import named_shards, optim_state_dict
 from farstep.state.adapters.modules import named_tensors, reshard
