@@ -7,6 +7,7 @@ bytes; all but the raw ones do it by their own means.
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import shutil
 import tempfile
@@ -73,7 +74,10 @@ def folder(place: str) -> Iterator[Path]:
     """The same on all ranks; gone afterwards."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    names = [tempfile.mkdtemp(prefix="bench-checkpoint-", dir=PLACES[place]) if dist.get_rank() == 0 else ""]
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    prefix = _prefix(parent.pid)
+    names = [tempfile.mkdtemp(prefix=prefix, dir=PLACES[place]) if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(names)
     try:
         yield Path(names[0]).resolve()
@@ -81,6 +85,17 @@ def folder(place: str) -> Iterator[Path]:
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(names[0], ignore_errors=True)
+
+
+def clear() -> None:
+    """What processes of this one have left that were killed."""
+    for place in PLACES.values():
+        for each in Path(place).glob(f"{_prefix(os.getpid())}*"):
+            shutil.rmtree(each, ignore_errors=True)
+
+
+def _prefix(pid: int | None) -> str:
+    return f"bench-checkpoint-{pid}-"
 
 
 def saving(size: str, place: str) -> Case:

@@ -124,6 +124,7 @@ def _race(
                 outcome.stored[way] = nbytes
     finally:
         group.close()
+        checkpoints.clear()
 
 
 def _weigh(contest: Contest, way: str, context: ForkServerContext, scratch: Path) -> list[tuple[int, int]]:
@@ -134,6 +135,7 @@ def _weigh(contest: Contest, way: str, context: ForkServerContext, scratch: Path
         return group.ask_all(everyone, [("peak", way)] * contest.world_size)
     finally:
         group.close()
+        checkpoints.clear()
 
 
 _made = 0
@@ -162,7 +164,7 @@ def serve(pipe: Connection, seat: Seat) -> None:
             pipe,
             enter=lambda: _join(seat),
             answer=lambda _, command: _answer(stack, acts, command),
-            leave=lambda _: dist.destroy_process_group(),
+            leave=lambda _: _leave(stack),
         )
 
 
@@ -174,6 +176,11 @@ def _join(seat: Seat) -> None:
         world_size=seat.world_size,
         timeout=datetime.timedelta(seconds=ROUND_S),
     )
+
+
+def _leave(stack: ExitStack) -> None:
+    stack.close()
+    dist.destroy_process_group()
 
 
 def _answer(stack: ExitStack, acts: dict[str, Callable[[], object]], command: tuple[Any, ...]) -> Any:
