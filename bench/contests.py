@@ -124,6 +124,7 @@ def _ranks(count: int) -> str:
 def _checkpoint(
     act: str, text: str, size: str, place: str, ranks: int, targets: dict[str, float | None]
 ) -> Contest:
+    is_small = size == "1 GB"
     return Contest(
         f"{act}-{size.replace(' ', '')}-{place}-{ranks}",
         f"{act}-{size.replace(' ', '')}-{place}",
@@ -136,9 +137,11 @@ def _checkpoint(
                 target,
             )
             for other, target in targets.items()
+            if is_small or other != "torch.save"
         ],
-        most_rounds=5 if size == "1 GB" else 2,
-        fresh_bytes=(5 if size == "1 GB" else 12) << 29,
+        most_rounds=4 if is_small else 1,
+        warm_up=is_small,
+        fresh_bytes=(1 << 29) if act == "load" else (5 if is_small else 20) << 28,
         weighed=("DCP", "farstep") if act == "load" and size == "1 GB" and place == "tmpfs" else (),
     )
 
@@ -152,7 +155,7 @@ def _moved(act: str, ranks: int, place: str, title: str, targets: dict[str, floa
         [w for w in (*targets, "farstep") if w != "memcpy"] if act == "stall" and place == "tmpfs" else []
     )
     return Contest(
-        f"{act}-{place}-{ranks}", f"{act}-{place}", ranks, matches, 5, weighed, fresh_bytes=5 << 29
+        f"{act}-{place}-{ranks}", f"{act}-{place}", ranks, matches, 4, weighed, fresh_bytes=5 << 28
     )
 
 

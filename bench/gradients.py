@@ -171,7 +171,8 @@ def check(rpc: ModuleType, autograd: ModuleType, model: Model, options: dict[str
         for peer, kind, number in model.parts:
             found += rpc.rpc_sync(peer, models.gradients, args=(kind, number, context_id))
     for one, other in zip(found, expected, strict=True):
-        if not torch.allclose(one, other, rtol=1e-4, atol=1e-6):
+        # Sums come in the order in which peers answer, and round by the size of what is added up, also where little is left of it.
+        if not torch.allclose(one, other, rtol=1e-4, atol=1e-6 * max(1.0, float(other.abs().max()))):
             raise ValueError("the gradients differ from those of one process")
 
 
