@@ -9,8 +9,8 @@ from __future__ import annotations
 import datetime
 import random
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
@@ -110,10 +110,8 @@ def _race(
     context: ForkServerContext,
     scratch: Path,
 ) -> None:
-    group = _group(context, scratch, contest.world_size)
     everyone = range(contest.world_size)
-    try:
-        group.ask_all(everyone, [("prepare", contest.case, contest.ways)] * contest.world_size)
+    with _prepared(contest, contest.ways, context, scratch) as group:
         for number in range(-1 if contest.warm_up else 0, rounds):
             order = shuffler.sample(contest.ways, len(contest.ways))
             (times, *_) = group.ask_all(
@@ -122,17 +120,22 @@ def _race(
             for way, (seconds, nbytes) in times.items() if number >= 0 else ():
                 outcome.seconds[way].append(seconds)
                 outcome.stored[way] = nbytes
-    finally:
-        group.close()
-        checkpoints.clear()
 
 
 def _weigh(contest: Contest, way: str, context: ForkServerContext, scratch: Path) -> list[tuple[int, int]]:
+    with _prepared(contest, [way], context, scratch) as group:
+        return group.ask_all(range(contest.world_size), [("peak", way)] * contest.world_size)
+
+
+@contextmanager
+def _prepared(
+    contest: Contest, ways: Sequence[str], context: ForkServerContext, scratch: Path
+) -> Iterator[Group]:
+    """Its ranks, with these ways made; gone afterwards, with all that they have written."""
     group = _group(context, scratch, contest.world_size)
-    everyone = range(contest.world_size)
     try:
-        group.ask_all(everyone, [("prepare", contest.case, [way])] * contest.world_size)
-        return group.ask_all(everyone, [("peak", way)] * contest.world_size)
+        group.ask_all(range(contest.world_size), [("prepare", contest.case, ways)] * contest.world_size)
+        yield group
     finally:
         group.close()
         checkpoints.clear()

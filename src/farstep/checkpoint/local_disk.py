@@ -20,8 +20,8 @@ from farstep.checkpoint.storage import (
     NewFile,
     Storage,
     StoredFile,
-    aside,
     check_size,
+    name_aside,
 )
 from farstep.errors import CheckpointBusy, DamagedCheckpoint
 
@@ -65,7 +65,7 @@ class LocalDisk(Storage):
             return file.read(nbytes)
 
     def replace(self, name: str, data: bytes) -> None:
-        new = self.path / aside(name)
+        new = self.path / name_aside(name)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             with open(os.open(new, flags, 0o644), "wb") as file:

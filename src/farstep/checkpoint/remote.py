@@ -23,8 +23,8 @@ from farstep.checkpoint.storage import (
     NewFile,
     Storage,
     StoredFile,
-    aside,
     check_size,
+    name_aside,
 )
 from farstep.errors import CheckpointError, StorageFailed
 
@@ -108,7 +108,7 @@ class RemoteStorage(Storage):
         if not self._renames:
             self._written(lambda: self._call("pipe_file", self._at(name), data))
             return
-        new = aside(name)
+        new = name_aside(name)
         try:
             self._written(lambda: self._call("pipe_file", self._at(new), data))
             self._written(lambda: self._call("mv", self._at(new), self._at(name)))

@@ -63,14 +63,12 @@ class Staged:
     """A copy of values, until it is written. The caller's reference keeps it, and drops it."""
 
     def __init__(self, values: Mapping[str, Any], copies: Container[str]) -> None:
-        nodes, kinds, writes = _drafted(values)
-        self.nodes, self.kinds = nodes, kinds
+        self.nodes, self.kinds, writes = _drafted(values)
         self._spare = spare_staging()
-        aside = [each for each in writes if not is_below(each.name, copies)]
-        moved = iter(self._spare.copy(aside, 1).writes())
-        self.writes: list[Write] | None = [
-            each if is_below(each.name, copies) else next(moved) for each in writes
-        ]
+        own = [number for number, each in enumerate(writes) if not is_below(each.name, copies)]
+        for number, moved in zip(own, self._spare.copy([writes[n] for n in own], 1).writes(), strict=True):
+            writes[number] = moved
+        self.writes: list[Write] | None = writes
 
     def taken(self) -> list[Write]:
         """What is to be written, once."""

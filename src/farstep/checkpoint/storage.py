@@ -17,7 +17,7 @@ from typing import Any
 
 from farstep.errors import DamagedCheckpoint, NoCheckpoint
 
-__all__ = ["MOST_READ_BYTES", "NewFile", "Storage", "StoredFile", "aside", "check_size", "storage_of"]
+__all__ = ["MOST_READ_BYTES", "NewFile", "Storage", "StoredFile", "check_size", "name_aside", "storage_of"]
 
 Buffer = memoryview
 MOST_READ_BYTES = 1 << 30
@@ -112,7 +112,7 @@ class Storage(ABC):
         return type(self).__name__
 
 
-def aside(name: str) -> str:
+def name_aside(name: str) -> str:
     """Under which the new content of a file is written before it comes in its place: a name that nobody else has."""
     return f"{name}.{secrets.token_hex(8)}.tmp"
 
