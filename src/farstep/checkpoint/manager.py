@@ -123,9 +123,12 @@ class CheckpointManager:
     def _begun(self, step: int, metric: Any) -> tuple[Storage, Ranks, dict[str, Any]]:
         ranks = Ranks(self._group, self._no_dist, self._rpc_timeout)
         info: dict[str, Any] = {}
-        with ranks.all_or_none(f"saving into {self._storage}"):
+        error: Exception | None = None
+        try:
             info = {"step": _checked_step(step), "metric": _metric(metric, self._monitor)}
-        every = ranks.everyones((info["step"], info["metric"]), f"saving into {self._storage}") or []
+        except Exception as exc:
+            error = exc
+        every = ranks.everyones(tuple(info.values()), f"saving into {self._storage}", error) or []
         if len({each for each, _ in every}) > 1:
             raise CheckpointError(
                 f"saving into {self._storage}: the ranks have given different steps (this one {step}). Nothing has been saved"

@@ -175,13 +175,18 @@ class Manifest:
         info = self.tensors[self.names[number]]
         rows, dims = self.rows_of(number), len(info.shape)
         at = self.boxes.first[rows][:, None] + np.arange(dims, dtype=np.int64)
-        return Spread(
-            info.shape,
-            info.dtype,
-            np.zeros(len(rows), dtype=np.int64),
-            self.boxes.offsets[at].reshape(len(rows), dims),
-            self.boxes.sizes[at].reshape(len(rows), dims),
-        )
+        offsets, sizes = self.boxes.offsets[at], self.boxes.sizes[at]
+        key = info, offsets.tobytes(), sizes.tobytes()
+        found = self._spreads.get(key)
+        if found is None:
+            held = np.zeros(len(rows), dtype=np.int64)
+            found = self._spreads[key] = Spread(info.shape, info.dtype, held, offsets, sizes)
+        return found
+
+    @cached_property
+    def _spreads(self) -> dict[tuple[TensorInfo, bytes, bytes], Spread]:
+        """Models have many tensors that are cut alike: those have one."""
+        return {}
 
     def layout(self, names: Sequence[str] | None = None) -> Layout:
         """Of these tensors, or all."""
@@ -411,7 +416,8 @@ def _check_places(manifest: Manifest) -> None:
     several = np.bincount(boxes.tensor, minlength=len(names)) > 1
     if several.any():
         # As many elements as the tensor has, and none twice: so none is missing.
-        layout = Layout({names[n]: manifest.spread(int(n)) for n in np.flatnonzero(several)})
+        different = {id(spread := manifest.spread(n)): (names[n], spread) for n in np.flatnonzero(several).tolist()}  # fmt: skip
+        layout = Layout(dict(different.values()))
         layout.check()
         distinct = layout.replicas.distinct
         if not isinstance(distinct, slice) and len(distinct) != len(layout.columns):

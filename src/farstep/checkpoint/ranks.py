@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from farstep import errors
 from farstep.errors import CheckpointError, StateError
 from farstep.state.adapters.ranks import Group, own_rank, size_of
-from farstep.state.council import agree, everyones, mark_of
+from farstep.state.council import agree, everyones, first_mark, mark_of
 
 __all__ = ["Ranks", "has_told", "kind_named", "reached"]
 
@@ -42,21 +42,33 @@ class Ranks:
 
     def agree(self, error: Exception | None, doing: str, mark: bytes = b"") -> bool:
         """All go on, or all raise. Returns whether all gave the same mark."""
+        with self._reached(error) as error:
+            return self.alone or agree(error, self.group, doing, mark_of(mark))
+
+    def everyones(self, value: Any, doing: str, error: Exception | None = None) -> list[Any] | None:
+        """Every rank's; None if all have the same. All raise if one has an error."""
+        with self._reached(error) as error:
+            return None if self.alone else everyones(value, error, self.group, doing)
+
+    def token_of_first(self, doing: str, act: Callable[[], str]) -> str:
+        """The first rank does it, and gives 32 hex digits, which all get; if it fails, all raise."""
+        token, error = "0" * 32, None
+        try:
+            token = act() if self.rank == 0 else token
+        except Exception as exc:
+            error = exc
+        with self._reached(error) as error:
+            return token if self.alone else first_mark(bytes.fromhex(token), error, self.group, doing).hex()
+
+    @contextmanager
+    def _reached(self, error: Exception | None) -> Iterator[Exception | None]:
+        """For what tells others of this rank's error, if it has one; of one that is alone it is raised."""
         if isinstance(error, StateError):
             error = _as_ours(error)
-        if self.alone:
-            if error is not None:
-                raise error
-            return True
+        if self.alone and error is not None:
+            raise error
         with reached(error):
-            return agree(error, self.group, doing, mark_of(mark))
-
-    def everyones(self, value: Any, doing: str) -> list[Any] | None:
-        """Every rank's; None if all have the same."""
-        if self.alone:
-            return None
-        with reached():
-            return everyones(value, None, self.group, doing)
+            yield error
 
     def to_first(self, value: Any) -> list[Any]:
         """On the first rank every rank's; nothing elsewhere."""

@@ -68,25 +68,28 @@ def planned(
     numbers: Mapping[str, int],
     wanted: Mapping[str, tuple[str, Sequence[Box], Sequence[Tensor]]],
 ) -> Iterator[Read]:
+    """What is wanted alike of tensors that are stored alike is planned once."""
     spreads = {name: manifest.spread(numbers[name]) for name in {name for name, _, _ in wanted.values()}}
-    source = Layout({label: spreads[name] for label, (name, _, _) in wanted.items()})
+    alike: dict[tuple[int, tuple[Box, ...]], list[str]] = {}
+    for label, (name, boxes, _) in wanted.items():
+        alike.setdefault((id(spreads[name]), tuple(boxes)), []).append(label)
+    source = Layout({labels[0]: spreads[wanted[labels[0]][0]] for labels in alike.values()})
     target = Layout(
         {
-            label: Spread.of(source[label].shape, source[label].dtype, {0: boxes})
-            for label, (_, boxes, _) in wanted.items()
+            labels[0]: Spread.of(source[labels[0]].shape, source[labels[0]].dtype, {0: boxes})
+            for (_, boxes), labels in alike.items()
         }
     )
     found = plan(source, target, 0)
     order = np.argsort(found.tensor, kind="stable")
     ends = np.searchsorted(found.tensor[order], np.arange(len(found.names)), side="right").tolist()
-    for label, begin, end in zip(found.names, [0, *ends], ends, strict=False):
+    others = {labels[0]: labels for labels in alike.values()}
+    for first, begin, end in zip(found.names, [0, *ends], ends, strict=False):
         rows = order[begin:end]
-        name, _, tensors = wanted[label]
-        spread, into = spreads[name], target[label]
+        spread, into = source[first], target[first]
         stored, there = found.source_box[rows], found.target_box[rows]
         offsets, sizes = found.offsets[rows, : len(spread.shape)], found.sizes[rows, : len(spread.shape)]
         columns = (
-            manifest.rows_of(numbers[name])[stored],
             spread.sizes[stored],
             offsets - spread.offsets[stored],
             sizes,
@@ -94,11 +97,21 @@ def planned(
             offsets - into.offsets[there],
             (sizes == into.sizes[there]).all(axis=1),
         )
-        for row, held, inside, shape, number, at, is_all in zip(*(c.tolist() for c in columns), strict=True):
-            tensor = tensors[number]
-            if not is_all:
-                tensor = tensor[tuple(slice(o, o + n) for o, n in zip(at, shape, strict=True))]
-            yield Read(row, spread.dtype, tuple(held), Box(tuple(inside), tuple(shape)), tensor)
+        pieces = [
+            (
+                tuple(held),
+                Box(tuple(inside), tuple(shape)),
+                number,
+                None if is_all else tuple(slice(o, o + n) for o, n in zip(at, shape, strict=True)),
+            )
+            for held, inside, shape, number, at, is_all in zip(*(c.tolist() for c in columns), strict=True)
+        ]
+        for label in others[first]:
+            name, _, tensors = wanted[label]
+            own = manifest.rows_of(numbers[name])[stored].tolist()
+            for row, (held, region, number, slices) in zip(own, pieces, strict=True):
+                tensor = tensors[number] if slices is None else tensors[number][slices]
+                yield Read(row, spread.dtype, held, region, tensor)
 
 
 def read_into(

@@ -94,10 +94,12 @@ class Draft:
 def drafted(state: Any, storage: Storage, ranks: Ranks) -> Draft:
     """Look at the state, without touching the storage."""
     doing = f"saving into {storage}"
-    found = Collected(None)
-    with ranks.all_or_none(doing):
+    found, error = Collected(None), None
+    try:
         found = collected(state, ranks)
-    tree, spreads = _agreed(found, ranks, doing)
+    except Exception as exc:
+        error = exc
+    tree, spreads = _agreed(found, ranks, doing, error)
     writes = shared_out(Layout(spreads), found.tensors, ranks.rank)
     tensors = {name: TensorInfo(spread.dtype, spread.shape) for name, spread in spreads.items()}
     return Draft(storage, ranks, tree, tensors, writes, references=found.references, copies=found.copies)
@@ -108,12 +110,15 @@ def written(draft: Draft, progress: Progress | None) -> None:
     ranks, storage = draft.ranks, draft.storage
     with ExitStack() as stack:
         old: list[str] = []
-        with ranks.all_or_none(draft.doing), _told_of(storage):
-            if ranks.rank == 0:
+
+        def prepare() -> str:
+            with _told_of(storage):
                 storage.prepare()
                 stack.enter_context(storage.sole_writer())
-                old = _cleaned(storage)
-        save = ranks.from_first(secrets.token_hex(8))
+                old.extend(_cleaned(storage))
+            return secrets.token_hex(16)
+
+        save = ranks.token_of_first(draft.doing, prepare)[:16]
         part: Part | None = None
         is_handed_over = False
         try:
@@ -161,11 +166,13 @@ def _written_by_owners(draft: Draft, save: str, progress: Progress | None) -> tu
     return own, [own, *others.parts]
 
 
-def _agreed(found: Collected, ranks: Ranks, doing: str) -> tuple[Any, dict[str, Spread]]:
-    """The tree and the tensors of all ranks together."""
+def _agreed(
+    found: Collected, ranks: Ranks, doing: str, error: Exception | None
+) -> tuple[Any, dict[str, Spread]]:
+    """The tree and the tensors of all ranks together, unless one has an error."""
     spreads = {name: each.spread for name, each in found.tensors.items()}
     told = (found.tree, _described(found.tensors, ranks))
-    every = ranks.everyones(told, doing)
+    every = ranks.everyones(told, doing, error)
     if every is None:
         return found.tree, spreads
     tree = merged([each for each, _ in every])

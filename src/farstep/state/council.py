@@ -16,7 +16,7 @@ from farstep.errors import ExchangeError, FarstepError, StateError, StateMismatc
 from farstep.state.adapters.ranks import Group, own_rank, size_of
 from farstep.state.kept import keep
 
-__all__ = ["Settings", "agree", "everyones", "firsts", "gathered", "mark_of"]
+__all__ = ["Settings", "agree", "everyones", "first_mark", "firsts", "gathered", "mark_of"]
 
 _MARK_BYTES = 16
 
@@ -40,6 +40,11 @@ def agree(
     """
     rows = _rows(error, group, doing, mark, settings, kind, help)
     return bool((rows == rows[0]).all())
+
+
+def first_mark(mark: bytes, error: Exception | None, group: Group, doing: str) -> bytes:
+    """That of the first rank. Raises if one cannot go on."""
+    return bytes(_rows(error, group, doing, mark, None, StateError, "")[0, -_MARK_BYTES:].tolist())
 
 
 def everyones(

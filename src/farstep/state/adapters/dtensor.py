@@ -41,7 +41,11 @@ class _Mesh(NamedTuple):
     shape: tuple[int, ...]
     ranks: Ints
     siblings: Ints
+    spreads: dict[tuple[tuple[int, ...], torch.dtype, Cuts], Spread]
+    """Of tensors on it, seen from the whole job: a model has many of a few shapes."""
 
+
+_MOST_SPREADS = 4096
 
 # Kept, because torch takes longer to tell than all the rest together.
 _MESHES: WeakKeyDictionary[DeviceMesh, _Mesh] = WeakKeyDictionary()
@@ -53,16 +57,25 @@ def shards(value: DTensor, group: Group, name: str) -> Shards:
     So FSDP2 has it with a parameter that is not tensor parallel in a model that is: there is one DTensor for each slice, all alike.
     """
     mesh = _mesh_of(value)
-    shape = tuple(value.shape)
-    coordinates, offsets, sizes = _boxes(mesh.shape, _cuts(value, name), shape)
-    ranks = ranks_within(group, mesh.ranks, name, "device mesh")[coordinates]
-    if len(mesh.siblings) > 1:
-        ranks = numbers_within(group, mesh.siblings, name)[:, coordinates].reshape(-1)
-        held = ranks >= 0
-        ranks = ranks[held]
-        offsets, sizes = (np.tile(each, (len(mesh.siblings), 1))[held] for each in (offsets, sizes))
-    spread = Spread(shape, value.dtype, ranks, offsets, sizes)
+    ranks = ranks_within(group, mesh.ranks, name, "device mesh")
+    siblings = numbers_within(group, mesh.siblings, name) if len(mesh.siblings) > 1 else ranks[None]
+    key = tuple(value.shape), value.dtype, _cuts(value, name)
+    is_known = ranks is mesh.ranks and (siblings is mesh.siblings or len(siblings) == 1)
+    spread = mesh.spreads.get(key) if is_known else None
+    if spread is None:
+        spread = _spread(mesh.shape, siblings, *key)
+        if is_known and len(mesh.spreads) < _MOST_SPREADS:
+            mesh.spreads[key] = spread
     return Shards(spread, _views(local_tensors(value)[0], spread.boxes(own_rank(group)), value, name))
+
+
+def _spread(mesh_shape: tuple[int, ...], siblings: Ints, shape: tuple[int, ...], dtype: torch.dtype, cuts: Cuts) -> Spread:  # fmt: skip
+    """`siblings` has -1 for ranks that do not count."""
+    coordinates, offsets, sizes = _boxes(mesh_shape, cuts, shape)
+    ranks = siblings[:, coordinates].reshape(-1)
+    held = ranks >= 0
+    offsets, sizes = (np.tile(each, (len(siblings), 1))[held] for each in (offsets, sizes))
+    return Spread(shape, dtype, ranks[held], offsets, sizes)
 
 
 def part(value: DTensor, name: str) -> Part:
@@ -131,16 +144,16 @@ def _look_at(mesh: DeviceMesh) -> _Mesh:
     # The mesh varies along some dimensions of its root. Its siblings are at the other coordinates of the rest.
     at = np.stack([np.argwhere(whole == rank)[0] for rank in own]) if np.isin(own, whole).all() else None
     if at is None:
-        return _Mesh(shape, own, own[None])
+        return _Mesh(shape, own, own[None], {})
     varies = [d for d in range(whole.ndim) if len(np.unique(at[:, d])) > 1]
     if math.prod(whole.shape[d] for d in varies) != len(own):
-        return _Mesh(shape, own, own[None])
+        return _Mesh(shape, own, own[None], {})
     rest = [range(1) if d in varies else range(whole.shape[d]) for d in range(whole.ndim)]
     siblings = []
     for coordinate in itertools.product(*rest):
         where = [at[:, d] if d in varies else np.full(len(own), coordinate[d]) for d in range(whole.ndim)]
         siblings.append(whole[tuple(where)])
-    return _Mesh(shape, own, np.stack(siblings))
+    return _Mesh(shape, own, np.stack(siblings), {})
 
 
 def _root(mesh: DeviceMesh) -> DeviceMesh:
