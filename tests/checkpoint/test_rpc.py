@@ -1,5 +1,6 @@
 """Checkpoints of what workers of RPC own: every owner writes its part and reads its part, and all of it is there or none."""
 
+import gc
 import json
 import os
 import signal
@@ -202,6 +203,62 @@ def _in_the_background(path):
 
 def emptied(rref):
     rref.local_value().zero_()
+
+
+def begin_of_peak():
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def _status(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
+
+
+def _memory(path):
+    """An owner needs room for the state that it reads, beside the one that it has, and for no other copy."""
+    size = 4 << 20
+    table = rpc.remote("worker1", torch.zeros, args=(size,), kwargs={"requires_grad": True})
+    optimizer = DistributedOptimizer(torch.optim.SGD, [("table", table)], lr=0.1, momentum=0.9)
+
+    def step():
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [rpc.rpc_sync("worker1", total, args=(table,))])
+            optimizer.step(context_id)
+
+    step()
+    checkpoint.save({"optim": optimizer}, path)
+    step()
+    checkpoint.load({"optim": optimizer}, path)  # gradients are gone by then
+    before = rpc.rpc_sync("worker1", begin_of_peak)
+    checkpoint.load({"optim": optimizer}, path)
+    taken = rpc.rpc_sync("worker1", _status, args=("VmHWM",)) - before
+    nbytes = 4 * size
+    assert nbytes / 2 < taken < 1.5 * nbytes, taken / nbytes
+    assert torch.equal(optimizer.state_dict()["state"]["table"]["momentum_buffer"], torch.ones(size))
+
+
+def total(rref):
+    return rref.local_value().sum()
+
+
+def _saved_once(path):
+    """Two parameters whose states were one memory when they were saved have each their own when they are loaded."""
+    one = torch.ones(4, 4)
+    state = {"a.linear.weight": {"momentum_buffer": one}, "b.linear.weight": {"momentum_buffer": one}}
+    options = {"lr": 0.1, "momentum": 0.5}
+    groups = [{**options, "params": [*state]}]
+    checkpoint.save({"optim": {"state": state, "param_groups": groups}}, path)
+    tables = [rpc.remote("worker1", torch.ones, args=(4, 4), kwargs={"requires_grad": True}) for _ in state]
+    optimizer = DistributedOptimizer(torch.optim.SGD, list(zip(state, tables, strict=True)), **options)
+    checkpoint.load({"optim": optimizer}, path)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [rpc.rpc_sync("worker1", total, args=(tables[0],))])
+        optimizer.step(context_id)
+    found = optimizer.state_dict()["state"]
+    assert torch.equal(found["a.linear.weight"]["momentum_buffer"], torch.full((4, 4), 1.5))
+    assert torch.equal(found["b.linear.weight"]["momentum_buffer"], one)
 
 
 def _staged_twice(path):
@@ -416,6 +473,8 @@ class Slow(Counting):
         _round_trip,
         _in_the_background,
         _staged_twice,
+        _memory,
+        _saved_once,
         _with_and_without_workers,
         _names,
         _mistakes,

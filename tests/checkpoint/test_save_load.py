@@ -418,3 +418,9 @@ def test_progress_goes_from_nothing_to_everything(tmp_path):
         act(state, tmp_path, progress=lambda done, total: calls.append((done, total)))  # noqa: B023
         assert calls == sorted(calls)
         assert calls[-1] == (8_000_000, 8_000_000)
+
+
+def test_a_path_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    checkpoint.save({"a": 1}, "~/runs/one")
+    assert checkpoint.read(tmp_path / "runs" / "one") == {"a": 1}

@@ -34,6 +34,7 @@ from farstep.errors import CheckpointError, CheckpointMismatch, StorageFailed
 from farstep.rpc.current import current_agent
 from farstep.rpc.rref import RRef, local_value_of
 from farstep.state import Layout
+from farstep.state.optim_entries import copied
 
 __all__ = ["Staged", "Written", "commit", "fill", "prepare", "read_states", "stage", "write", "write_staged"]
 
@@ -203,12 +204,27 @@ def commit(load: RRef[_Load]) -> None:
 def read_states(
     target: Target, save: str, states: Mapping[str, tuple[str, Any]], verify: bool, timeout_s: float
 ) -> dict[str, RRef[Any]]:
-    """New memory with the states of these parameters, each of which comes with its name in the checkpoint and its node."""
+    """New memory with the states of these parameters, each of which comes with its name in the checkpoint and its node. It becomes the optimizer's."""
     storage, manifest = _opened(target, save, verify)
     saved = {name: decode(node, place) for name, (place, node) in states.items()}
     with reading(storage):
         found = read_values(storage, manifest, saved, verify=verify, progress=_within(timeout_s))
-    return {name: RRef(each) for name, each in found.items()}
+    seen: set[int] = set()
+    return {name: RRef(_fresh(each, seen)) for name, each in found.items()}
+
+
+def _fresh(state: Any, seen: set[int]) -> Any:
+    """A parameter's state that the optimizer may keep. What was saved once and is in several places is one tensor so far, and `seen`."""
+    from farstep.optim.states import Fresh
+
+    if not isinstance(state, dict):
+        return state
+    made = Fresh()
+    for key, value in state.items():
+        is_new = isinstance(value, Tensor) and id(value) not in seen
+        made[key] = value if is_new else copied(value)
+        seen.add(id(value))
+    return made
 
 
 def _local(rref: RRef[T], kind: type[T]) -> T:

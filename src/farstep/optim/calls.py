@@ -91,17 +91,19 @@ def _prepare(
 
 
 def _fetched(given: dict[str, Any], timeout_s: float) -> states.States:
-    """Referenced states, straight from those who have them, in one call each."""
+    """Referenced states, straight from those who have them, in one call each. What this worker has itself is not copied here."""
     agent = current_agent()
     by_owner: dict[Any, dict[str, RRef[states.State]]] = {}
+    found = dict(given)
     for name, state in given.items():
-        if isinstance(state, RRef):
+        if isinstance(state, RRef) and state.is_owner():
+            found[name] = local_value_of(state)
+        elif isinstance(state, RRef):
             by_owner.setdefault(state.owner(), {})[name] = state
     futures = {
         owner: agent.call_async(owner, _states_of, (list(rrefs.values()),), {}, timeout_s)
         for owner, rrefs in by_owner.items()
     }
-    found = dict(given)
     for owner, rrefs in by_owner.items():
         found.update(zip(rrefs, futures[owner].wait(), strict=True))
     return found

@@ -18,10 +18,14 @@ from farstep.optim.groups import copied
 from farstep.optim.local import LocalOptimizer
 from farstep.optim.state_dicts import rekey
 
-__all__ = ["State", "States", "abandon", "commit", "prepare", "read"]
+__all__ = ["Fresh", "State", "States", "abandon", "commit", "prepare", "read"]
 
 States = dict[str, State]
 """Of several, by name. A parameter that has never been stepped on has none."""
+
+
+class Fresh(State):
+    """A state that was made for one load. Nobody else has its tensors, of which no two share memory: they become the optimizer's, without another copy."""
 
 
 def read(local: LocalOptimizer, timeout_s: float) -> tuple[States, dict[int, dict[str, Any]]]:
@@ -60,19 +64,15 @@ def prepare(
                 if member.name in kept:
                     found = old
                 else:
-                    found = fitted(
-                        local.optimizer,
-                        member.name,
-                        member.parameter,
-                        copied(given.get(member.name)),
-                        old,
-                        on_worker,
-                    )
+                    new = given.get(member.name)
+                    own = dict(new) if type(new) is Fresh else copied(new)
+                    found = fitted(local.optimizer, member.name, member.parameter, own, old, on_worker)
                 if found is not None:
                     state[index] = mine[member.shadow] = found
-            new = options[number]
-            chosen.append(fast.choose(local.optimizer, {**new, "params": [m.shadow for m in members]}, mine))
-            groups.append({**new, **chosen[-1], "params": places})
+            group = options[number]
+            shadows = [member.shadow for member in members]
+            chosen.append(fast.choose(local.optimizer, {**group, "params": shadows}, mine))
+            groups.append({**group, **chosen[-1], "params": places})
         twin = twin_of(local.optimizer)
         twin.load_state_dict({"state": state, "param_groups": groups})
         local.pending = twin, chosen, options
