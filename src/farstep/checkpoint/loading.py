@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 from farstep.checkpoint.elsewhere import target_of
 from farstep.checkpoint.filling import Filling, Report
+from farstep.checkpoint.filling_optimizers import OptimizerFilling
+from farstep.checkpoint.manifest import Manifest
 from farstep.checkpoint.ranks import Ranks
 from farstep.checkpoint.renaming import Rename
 from farstep.checkpoint.sources import fill, manifest_of, opened_by_all, source_of
@@ -19,7 +21,10 @@ from farstep.checkpoint.writing import Progress
 from farstep.errors import CheckpointError, DamagedCheckpoint
 from farstep.state.adapters.ranks import Group
 
-__all__ = ["check_alike", "load", "manifest_of", "partly_loaded", "read"]
+if TYPE_CHECKING:
+    from farstep.checkpoint.rpc_loading import OwnersLoad
+
+__all__ = ["carry_out", "check_alike", "load", "manifest_of", "read"]
 
 
 def load(
@@ -75,7 +80,22 @@ def load(
         from farstep.checkpoint.rpc_loading import OwnersLoad
 
         owners = OwnersLoad(filling, target_of(given), storage, manifest, strict, convert_dtype, rename, verify, ranks.rpc_timeout)  # fmt: skip
-    with partly_loaded():
+    carry_out(filling, storage, manifest, ranks, doing, verify, progress, owners)
+    return filling.report
+
+
+def carry_out(
+    filling: Filling | OptimizerFilling,
+    storage: Storage,
+    manifest: Manifest,
+    ranks: Ranks,
+    doing: str,
+    verify: bool,
+    progress: Progress | None,
+    owners: OwnersLoad | None = None,
+) -> None:
+    """Read what has been prepared, on all ranks and owners, and when all have it, put it in place."""
+    try:
         with ranks.all_or_none(doing), owners or nullcontext():
             fill(storage, manifest, filling.wanted, ranks=ranks.count, verify=verify, progress=progress)
             filling.finish()
@@ -83,7 +103,9 @@ def load(
             if owners is not None:
                 owners.commit()
             filling.commit()
-    return filling.report
+    except DamagedCheckpoint as exc:  # in the middle of it
+        exc.is_partly_loaded = True
+        raise
 
 
 def check_alike(ranks: Ranks, error: Exception | None, doing: str, settings: str) -> None:
@@ -92,16 +114,6 @@ def check_alike(ranks: Ranks, error: Exception | None, doing: str, settings: str
         raise CheckpointError(
             f"{doing}: the ranks have given different arguments (strict, convert_dtype, verify, rename or key), or a function that renames otherwise. Give the same on all; nothing has been changed"
         )
-
-
-@contextmanager
-def partly_loaded() -> Iterator[None]:
-    """Damage that is found here is found in the middle."""
-    try:
-        yield
-    except DamagedCheckpoint as exc:
-        exc.is_partly_loaded = True
-        raise
 
 
 def read(

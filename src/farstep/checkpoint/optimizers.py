@@ -11,12 +11,12 @@ from torch.optim import Optimizer
 
 from farstep.checkpoint.filling import Report
 from farstep.checkpoint.filling_optimizers import OptimizerFilling
-from farstep.checkpoint.loading import check_alike, partly_loaded
+from farstep.checkpoint.loading import carry_out, check_alike
 from farstep.checkpoint.manifest import Manifest
 from farstep.checkpoint.objects import Owner
 from farstep.checkpoint.ranks import Ranks
 from farstep.checkpoint.renaming import Place, Rename
-from farstep.checkpoint.sources import fill, opened_by_all
+from farstep.checkpoint.sources import opened_by_all
 from farstep.checkpoint.storage import Storage, storage_of
 from farstep.checkpoint.tree import children, decode, is_container, joined
 from farstep.checkpoint.writing import Progress
@@ -70,12 +70,7 @@ def load_optimizer(
         error = exc
     check_alike(ranks, error, doing, mark)
     assert filling is not None
-    with partly_loaded():
-        with ranks.all_or_none(doing):
-            fill(storage, manifest, filling.wanted, ranks=ranks.count, verify=verify, progress=progress)
-            filling.finish()
-        with ranks.all_or_none(doing):
-            filling.commit()
+    carry_out(filling, storage, manifest, ranks, doing, verify, progress)
     return Report(filling.missing, filling.unexpected, list(filling.reshaped), differences=filling.reshaped)
 
 
