@@ -139,7 +139,7 @@ def _checkpoint(
             for other, target in targets.items()
             if is_small or other != "torch.save"
         ],
-        most_rounds=4 if is_small else 1,
+        most_rounds=5 if is_small else 3,
         warm_up=is_small,
         fresh_bytes=(1 << 29) if act == "load" else (5 if is_small else 20) << 28,
         weighed=("DCP", "farstep") if act == "load" and size == "1 GB" and place == "tmpfs" else (),
