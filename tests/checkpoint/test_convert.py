@@ -405,8 +405,15 @@ def test_indices_that_lie(tmp_path):
         read(tmp_path)
 
 
+def test_two_files_that_have_nothing_to_do_with_each_other(tmp_path):
+    for name in "ab":
+        save_file({"e.weight": torch.ones(2, 3)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(DamagedCheckpoint, match=r"both a\.safetensors and b\.safetensors have 'e\.weight'"):
+        read(tmp_path)
+
+
 def test_what_is_no_checkpoint(tmp_path):
-    with pytest.raises(NoCheckpoint, match=r"no manifest\.json"):
+    with pytest.raises(NoCheckpoint, match="nothing of that name"):
         convert(tmp_path / "none", tmp_path / "x")
     (tmp_path / "text").write_text("some text")
     with pytest.raises(NoCheckpoint, match=r"neither of torch\.save nor of safetensors"):

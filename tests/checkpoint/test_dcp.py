@@ -222,6 +222,12 @@ def made(tmp_path):
     return tmp_path / "x"
 
 
+def test_metadata_that_would_fill_the_memory(made):
+    put(made, b"\x80\x04(" + b"]" * (8 << 20) + b"t.")
+    with pytest.raises(DamagedCheckpoint, match="more values at once than a pickle needs"):
+        read(made)
+
+
 def test_nothing_in_the_metadata_is_called(made, tmp_path):
     mark = tmp_path / "was here"
     command = f"touch '{mark}'"

@@ -209,6 +209,67 @@ def test_one_rank_saves_by_itself(two, tmp_path):
     two.run(by_itself, str(tmp_path))
 
 
+class Plain(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.second = nn.Linear(4, 3), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def stepped(model, optimizer):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+
+def trainers_by_themselves(path: str, wrap: str) -> None:
+    """Each rank saves its own model and optimizer, into a place of its own, and no other takes part."""
+    rank = dist.get_rank()
+    model = Plain(rank)
+    whole = nn.parallel.DistributedDataParallel(model) if wrap == "ddp" else model
+    optimizer = torch.optim.AdamW(whole.parameters())
+    stepped(whole, optimizer)
+    if rank == 1:  # the other one is not here
+        checkpoint.save({"model": whole, "optim": optimizer}, f"{path}/a", no_dist=True)
+        checkpoint.async_save({"model": whole, "optim": optimizer}, f"{path}/b", no_dist=True).wait(30)
+        manager = checkpoint.CheckpointManager(f"{path}/many", no_dist=True)
+        manager.save({"model": whole, "optim": optimizer}, 7)
+        for name in ("a", "b", "many/step_000000007"):
+            other = Plain(5)
+            fresh = torch.optim.AdamW(other.parameters())
+            checkpoint.load({"model": other, "optim": fresh}, f"{path}/{name}", no_dist=True)
+            close(other.state_dict(), model.state_dict(), name)
+            for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+                close(fresh.state[theirs], optimizer.state[mine], name)
+
+
+@pytest.mark.parametrize("wrap", ["plain", "ddp"])
+def test_one_rank_saves_its_training_by_itself(two, tmp_path, wrap):
+    two.run(trainers_by_themselves, str(tmp_path), wrap)
+
+
+def part_of_a_whole(path: str) -> None:
+    each = training.Fsdp2()
+    each.train(1)
+    checkpoint.save(state_of(each), f"{path}/whole")
+    for state in ({"model": each.model}, state_of(each)):
+        with pytest.raises(
+            CheckpointError, match="no_dist=True a process saves and loads what it has all of"
+        ):
+            checkpoint.save(state, f"{path}/part", no_dist=True)
+        with pytest.raises(
+            CheckpointError, match="no_dist=True a process saves and loads what it has all of"
+        ):
+            checkpoint.load(state, f"{path}/whole", strict=False, no_dist=True)
+
+
+def test_a_part_of_a_sharded_model_is_not_saved_or_loaded_alone(two, tmp_path):
+    two.run(part_of_a_whole, str(tmp_path))
+    assert not (tmp_path / "part").exists()
+
+
 def test_renamed_parameters_of_a_sharded_model(two, tmp_path):
     two.run(saved_one, "Fsdp2", str(tmp_path))
     two.run(loaded_renamed, str(tmp_path))

@@ -218,7 +218,7 @@ def _status(key):
 
 def _memory(path):
     """An owner needs room for the state that it reads, beside the one that it has, and for no other copy."""
-    size = 4 << 20
+    size = 16 << 20  # so much memory is given back at once when it is freed
     table = rpc.remote("worker1", torch.zeros, args=(size,), kwargs={"requires_grad": True})
     optimizer = DistributedOptimizer(torch.optim.SGD, [("table", table)], lr=0.1, momentum=0.9)
 
@@ -259,6 +259,19 @@ def _saved_once(path):
     found = optimizer.state_dict()["state"]
     assert torch.equal(found["a.linear.weight"]["momentum_buffer"], torch.full((4, 4), 1.5))
     assert torch.equal(found["b.linear.weight"]["momentum_buffer"], one)
+
+
+def _many_names_of_one(path):
+    """What is small on the disk is small in an owner's memory."""
+    one = torch.ones(1 << 20)
+    state = {"table": {"momentum_buffer": one, **{f"k{i}": one for i in range(100)}}}
+    groups = [{"lr": 0.1, "momentum": 0.5, "params": ["table"]}]
+    checkpoint.save({"optim": {"state": state, "param_groups": groups}}, path)
+    table = rpc.remote("worker1", torch.ones, args=(1 << 20,), kwargs={"requires_grad": True})
+    optimizer = DistributedOptimizer(torch.optim.SGD, [("table", table)], lr=0.1, momentum=0.5)
+    before = rpc.rpc_sync("worker1", begin_of_peak)
+    checkpoint.load({"optim": optimizer}, path)
+    assert rpc.rpc_sync("worker1", _status, args=("VmHWM",)) - before < 10 * one.nbytes
 
 
 def _staged_twice(path):
@@ -475,6 +488,7 @@ class Slow(Counting):
         _staged_twice,
         _memory,
         _saved_once,
+        _many_names_of_one,
         _with_and_without_workers,
         _names,
         _mistakes,

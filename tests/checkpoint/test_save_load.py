@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import signal
 import struct
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from torch import nn
 from farstep import checkpoint
 from farstep.checkpoint import PerRank
 from farstep.checkpoint.tools import verify
-from farstep.errors import CheckpointError, CheckpointMismatch, NoCheckpoint
+from farstep.errors import CheckpointError, CheckpointMismatch, DamagedCheckpoint, NoCheckpoint
 
 DTYPES = [
     torch.float64,
@@ -351,7 +353,7 @@ def test_large_tensors_and_parts_of_them(tmp_path, shape):
 
 
 def test_there_is_no_checkpoint(tmp_path):
-    with pytest.raises(NoCheckpoint, match="no manifest"):
+    with pytest.raises(NoCheckpoint, match="nothing of that name"):
         checkpoint.load({"a": 1}, tmp_path / "nothing")
 
 
@@ -421,7 +423,93 @@ def test_progress_goes_from_nothing_to_everything(tmp_path):
         assert calls[-1] == (8_000_000, 8_000_000)
 
 
+def test_an_optimizer_alone_does_not_take_what_goes_by_names(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    checkpoint.save({"model": model, "optim": optimizer}, tmp_path)
+    turned = torch.optim.AdamW([*model[1].parameters(), *model[0].parameters()])
+    with pytest.raises(
+        CheckpointMismatch, match=r"'optim' was saved together with its model.*load_optimizer"
+    ):
+        checkpoint.load({"optim": turned}, tmp_path)
+    assert not turned.state
+    checkpoint.load({"model": model, "optim": turned}, tmp_path)
+    weight = model[1].weight
+    assert torch.equal(turned.state[weight]["exp_avg"], optimizer.state[weight]["exp_avg"])
+
+
+def test_what_was_saved_once_is_loaded_once(tmp_path: Path) -> None:
+    one = torch.ones(3)
+    checkpoint.save({"a": {"x": one, "y": one, "z": torch.ones(3)}}, tmp_path)
+    state = {"a": None}
+    checkpoint.load(state, tmp_path)
+    assert state["a"]["x"] is state["a"]["y"]
+    assert state["a"]["x"] is not state["a"]["z"]
+
+
+def test_the_message_tells_what_there_is(tmp_path: Path) -> None:
+    with pytest.raises(NoCheckpoint, match="nothing of that name"):
+        checkpoint.load({"a": 1}, tmp_path / "none")
+    checkpoint.CheckpointManager(tmp_path / "many").save({"model": torch.ones(1), "optim": 1}, 3)
+    with pytest.raises(NoCheckpoint, match="step_000000003, as a CheckpointManager"):
+        checkpoint.load({"a": 1}, tmp_path / "many")
+    with pytest.raises(CheckpointMismatch, match=r"has no 'modle' .at its top it has 'model', 'optim'"):
+        checkpoint.load({"modle": torch.ones(1)}, tmp_path / "many/step_000000003")
+    checkpoint.save({"rng": PerRank(torch.ones(3))}, tmp_path / "rng")
+    with pytest.raises(CheckpointMismatch, match="give a PerRank to load into"):
+        checkpoint.load({"rng": torch.ones(3)}, tmp_path / "rng")
+
+
+def test_an_error_of_a_state_dict_comes_as_it_is(tmp_path: Path) -> None:
+    class Ended:
+        def state_dict(self):
+            return {"x": next(iter([]))}
+
+    with pytest.raises(StopIteration):
+        checkpoint.save({"a": Ended()}, tmp_path)
+
+
+def test_a_load_while_another_checkpoint_takes_the_place(tmp_path: Path) -> None:
+    """It is not damaged, and a manager does not go back to the one before."""
+
+    class Overtaken(checkpoint.LocalDisk):
+        def open(self, name: str):
+            if name.endswith(".safetensors"):
+                checkpoint.save({"a": torch.full((3,), 2.0)}, self.path)
+            return super().open(name)
+
+    checkpoint.save({"a": torch.ones(3)}, tmp_path)
+    with pytest.raises(CheckpointError, match=r"saved there meanwhile.*Load again") as caught:
+        checkpoint.load({"a": torch.zeros(3)}, Overtaken(tmp_path))
+    assert not isinstance(caught.value, DamagedCheckpoint)
+
+
+def test_what_an_interrupted_save_wrote_is_gone(tmp_path: Path) -> None:
+    checkpoint.save({"a": 1}, tmp_path)
+    before = sorted(tmp_path.iterdir())
+
+    waiting = [os.getpid()]
+
+    def interrupt(done: int, total: int) -> None:
+        if done > total // 2 and waiting:
+            os.kill(waiting.pop(), signal.SIGINT)
+
+    large = {name: torch.zeros(10 << 20) for name in "xyz"}
+    was = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.save(large, tmp_path, progress=interrupt)
+    finally:
+        signal.signal(signal.SIGINT, was)
+    assert sorted(tmp_path.iterdir()) == before
+
+
 def test_a_path_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     checkpoint.save({"a": 1}, "~/runs/one")
     assert checkpoint.read(tmp_path / "runs" / "one") == {"a": 1}
+    for kind, name in (("torch", "two.pt"), ("dcp", "three"), ("farstep", "four")):
+        checkpoint.convert("~/runs/one", f"~/{name}", to=kind)
+        assert (tmp_path / name).exists()

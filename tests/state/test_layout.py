@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import random
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -251,3 +252,27 @@ def test_boxes_without_a_grid_and_one_too_many():
     boxes[1].append(Box((4990, 4000), (2, 2)))
     with pytest.raises(LayoutError, match=r"'w' overlap: .*\[4990:4992, 4000:4002\] of rank 1"):
         Layout({"w": Spread.of(shape, F32, boxes)}).check()
+
+
+def test_many_boxes_of_many_dimensions_take_little_memory():
+    """A tensor that is halved again and again, each time another box along another side. All of it is there, each element once."""
+    rng, dims = random.Random(0), 30
+    boxes = [Box.whole([2] * dims)]
+    while len(boxes) < 2000:
+        at = rng.randrange(len(boxes))
+        side = rng.choice([d for d in range(dims) if boxes[at].sizes[d] == 2])
+        sizes = tuple(1 if d == side else n for d, n in enumerate(boxes[at].sizes))
+        offsets = boxes[at].offsets
+        boxes.append(Box(tuple(o + (d == side) for d, o in enumerate(offsets)), sizes))
+        boxes[at] = Box(offsets, sizes)
+    layout = Layout({"w": Spread.of([2] * dims, torch.uint8, {0: boxes})})
+    tracemalloc.start()
+    try:
+        layout.check()
+        assert tracemalloc.get_traced_memory()[1] < 200 << 20
+    finally:
+        tracemalloc.stop()
+    with pytest.raises(LayoutError, match="overlap"):
+        Layout(
+            {"w": Spread.of([2] * dims, torch.uint8, {0: [*boxes, Box((1,) * dims, (1,) * dims)]})}
+        ).check()

@@ -20,8 +20,7 @@ from farstep.checkpoint.objects import Optimizer, models_in, module_state, optim
 from farstep.checkpoint.ranks import Ranks
 from farstep.checkpoint.tree import MOST_DEPTH, PerRank, encode_mapping, encode_value, joined, plain_key
 from farstep.errors import CheckpointError, StateError
-from farstep.state import RankOwned, Shards, Spread, on_rank, shards_of
-from farstep.state.adapters.plain import check_readable
+from farstep.state import RankOwned, Shards, on_rank, shards_of
 
 __all__ = ["Collected", "collected"]
 
@@ -77,11 +76,11 @@ class _Collector:
             self.copies |= self.references.keys() - known
             return node
         if isinstance(value, nn.Module):
-            with _named(name):
-                state = module_state(value, self._group, self._ranks.is_cut_off)
+            with self._named(name):
+                state = module_state(value, self._group)
             return self.walk(state, name, depth + 1)
         if isinstance(value, Optimizer):
-            with _named(name):
+            with self._named(name):
                 state = optimizer_state(value, self._models, self._group, name)
             return self.walk(state, name, depth + 1)
         if isinstance(value, PerRank):
@@ -146,6 +145,16 @@ class _Collector:
             )
         self._taken.add(name)
 
+    @contextmanager
+    def _named(self, name: str) -> Iterator[None]:
+        """What cannot be laid out over ranks cannot be saved either, and is told with its place."""
+        try:
+            yield
+        except StateError as exc:
+            raise CheckpointError(
+                f"{name!r} cannot be saved: {exc}{self._ranks.hint}. Nothing has been saved"
+            ) from exc
+
     def _per_rank(self, value: Any, name: str, depth: int) -> Any:
         rank, was = self._ranks.rank, self._for_this_rank
         self._for_this_rank = True
@@ -170,27 +179,15 @@ class _Collector:
         if known is not None and known != name:
             return {"tensor": known}
         try:
-            if self._ranks.is_cut_off and isinstance(value, Tensor) and type(value) in (Tensor, nn.Parameter):
-                check_readable(value, name)
-                found = Shards(Spread.whole(value.shape, value.dtype, [0]), [value.detach()])
-            elif self._for_this_rank and isinstance(value, Tensor):
+            if self._for_this_rank and isinstance(value, Tensor):
                 found = on_rank(value, self._ranks.rank, self._group, name)
             else:
                 found = shards_of(value, self._group, name=name)
         except StateError as exc:
-            raise CheckpointError(f"{exc}. Nothing has been saved") from exc
+            raise CheckpointError(f"{exc}{self._ranks.hint}. Nothing has been saved") from exc
         _check_kept(found, name)
         self.tensors[name] = found
         return {"tensor": None}
-
-
-@contextmanager
-def _named(name: str) -> Iterator[None]:
-    """What cannot be laid out over ranks cannot be saved either, and is told with its place."""
-    try:
-        yield
-    except StateError as exc:
-        raise CheckpointError(f"{name!r} cannot be saved: {exc}. Nothing has been saved") from exc
 
 
 def _from_numpy(value: Any, name: str) -> Tensor:

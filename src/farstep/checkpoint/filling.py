@@ -102,6 +102,8 @@ class Filling:
         """Numbers that could not be converted either."""
         self._memory: dict[Any, tuple[str, str, Any]] = {}
         """What is to be filled so far -> its name in the state, the tensor that comes into it, and what keeps it from being freed."""
+        self._made: dict[str, Tensor] = {}
+        """New memory, by the tensor that comes into it."""
         self._finish: list[Callable[[], None]] = []
         self._commit: list[Callable[[], None]] = []
         self._models: dict[str, nn.Module] = {}
@@ -118,7 +120,12 @@ class Filling:
             )
         report, strict = self.report, self._strict
         if strict and report.missing:
-            self._problems.append(f"the checkpoint has no {named(report.missing)}")
+            top = list(dict.fromkeys(each.partition(".")[0] for each in self.index.places if each))
+            known = any(each.partition(".")[0] in top for each in report.missing)
+            self._problems.append(
+                f"the checkpoint has no {named(report.missing)}"
+                + ("" if known or not top else f" (at its top it has {named(top)})")
+            )
         if strict and report.unexpected:
             self._problems.append(f"the state has no {named(report.unexpected)}")
         if strict and report.reshaped:
@@ -255,9 +262,8 @@ class Filling:
         number = decode(place.node, place.name, self._ranks.rank)
         shape = tuple(value.shape)
         if not isinstance(value, Tensor) or shape or not isinstance(number, int | float):
-            return self._differs(
-                value, name, f"is a tensor of shape {shape} in the state and none in the checkpoint"
-            )
+            there = "a PerRank in the checkpoint: give a PerRank to load into" if place.is_per_rank else "none in the checkpoint"  # fmt: skip
+            return self._differs(value, name, f"is a tensor of shape {shape} in the state and {there}")
         made = _as_tensor(number, value.dtype, self._convert_dtype)
         if made is None:
             can_be = _as_tensor(number, value.dtype, True) is not None
@@ -291,11 +297,8 @@ class Filling:
         if value.dtype != info.dtype and not self._convert_dtype:
             self._dtypes.append(f"{name!r} is {value.dtype} in the state and {info.dtype} in the checkpoint")
             return False
-        if self._ranks.is_cut_off and isinstance(value, Tensor) and type(value) in (Tensor, nn.Parameter):
-            boxes, tensors = [Box.whole(info.shape)], [value.detach()]
-        else:
-            shards = shards_of(value, self._ranks.group, name=name)
-            boxes, tensors = shards.spread.boxes(self._ranks.rank), shards.tensors
+        shards = shards_of(value, self._ranks.group, name=name)
+        boxes, tensors = shards.spread.boxes(self._ranks.rank), shards.tensors
         before, source, _ = self._memory.setdefault(_memory_of(value), (name, tensor, value))
         if source == tensor and before != name:
             return True  # it comes into that memory already
@@ -320,8 +323,11 @@ class Filling:
         return info
 
     def _fresh(self, tensor: str, name: str) -> Tensor:
-        made = memory_for(self._storage, self._manifest, tensor)
-        self.wanted[name] = tensor, [Box.whole(made.shape)], [made]
+        """New memory for it; the same for all names that it goes by."""
+        made = self._made.get(tensor)
+        if made is None:
+            made = self._made[tensor] = memory_for(self._storage, self._manifest, tensor)
+            self.wanted[name] = tensor, [Box.whole(made.shape)], [made]
         return made
 
     # -- objects ------------------------------------------------------------------------------------------
@@ -332,7 +338,7 @@ class Filling:
             self._miss(module, name)
             return
         others: dict[str, Any] = {}
-        state = module_state(module, self._ranks.group, self._ranks.is_cut_off)
+        state = module_state(module, self._ranks.group)
         same = identities(module, state)
         own = names_of_memory(module)
         there = {same[key] for key in state if self.index.get(joined(name, key)) is not None}
@@ -391,7 +397,10 @@ class Filling:
         if place is None:
             self._miss(value, name)
             return
-        saved = self._taken(decode(place.node, place.name, self._ranks.rank), value.state_dict(), name)
+        saved = decode(place.node, place.name, self._ranks.rank)
+        if isinstance(value, Optimizer):
+            _refuse_names(value, saved, name)
+        saved = self._taken(saved, value.state_dict(), name)
         self._later_given(value, name, lambda: value.load_state_dict(saved))
 
     def _later_given(self, value: Any, name: str, give: Callable[[], Any]) -> None:
@@ -462,6 +471,18 @@ class _Later:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
+
+
+def _refuse_names(optimizer: Optimizer, saved: Any, name: str) -> None:
+    """torch's own load_state_dict goes by the order of parameters, whatever they are called in the state."""
+    if type(optimizer).load_state_dict is not Optimizer.load_state_dict or not isinstance(saved, dict):
+        return
+    groups = [each for each in saved.get("param_groups") or () if isinstance(each, dict)]
+    if any(isinstance(each, str) for group in groups for each in group.get("params") or ()):
+        raise CheckpointMismatch(
+            f"{name!r} was saved together with its model, by the names of parameters, which an optimizer alone does not have: give the model in the state too, or "
+            f"load it with load_optimizer(model, optimizer, path). Nothing has been changed"
+        )
 
 
 def _has_state(value: Any) -> bool:

@@ -100,6 +100,8 @@ def _tensors(
             others = boxes.setdefault(name, [])
             if others and (len(others[0][2].sizes) != len(offsets) or dtypes[name] != placed.dtype):
                 raise DamagedCheckpoint(f"{storage}: {name!r} has another dtype or shape in {file} than in {others[0][0]}")  # fmt: skip
+            if others and name not in header.offsets:
+                raise DamagedCheckpoint(f"{storage}: both {others[0][0]} and {file} have {name!r}, and there is no {INDEX} that says which counts: give the path of one of them")  # fmt: skip
             dtypes[name] = placed.dtype
             others.append((file, placed.begin, Box(offsets, placed.shape)))
     for name in weight_map or ():

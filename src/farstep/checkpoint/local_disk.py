@@ -37,9 +37,7 @@ class LocalDisk(Storage):
     request_bytes = 1 << 20  # what was read is still in the cache when it is hashed
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(
-            os.path.abspath(os.path.expanduser(path))
-        )  # wherever the process goes while it saves
+        self.path = Path(os.path.abspath(path))  # wherever the process goes while it saves
         self._given = os.fspath(Path(path))
         self.threads = max(1, min(4, os.cpu_count() or 1))
 

@@ -46,11 +46,8 @@ def models_in(state: Any, name: str = "", depth: int = 0) -> dict[str, nn.Module
     return found
 
 
-def module_state(module: nn.Module, group: Group, alone: bool = False) -> dict[str, Any]:
-    """A model's own state dict, by the names of the bare model, each tensor as it is spread. The values are the model's own memory.
-
-    `alone`: there is nobody it could be spread over.
-    """
+def module_state(module: nn.Module, group: Group) -> dict[str, Any]:
+    """A model's own state dict, by the names of the bare model, each tensor as it is spread. The values are the model's own memory."""
     if _has_flat_parameters(module):  # whose own state_dict would gather them
         passing = {
             clean_name(module, f"{path}.{name}" if path else name)
@@ -70,9 +67,9 @@ def module_state(module: nn.Module, group: Group, alone: bool = False) -> dict[s
             found[name] = found[tied]
         elif hasattr(tensor, "local_shards"):  # a plain attribute for torch, which its state_dict leaves out
             found.setdefault(name, tensor)
-    if not alone:  # what lies within DDP is on its ranks, which may not be all
-        shards = named_shards(module, group, buffers=True, remove_duplicate=False)
-        found |= {name: shards[name] for name in found.keys() & shards.keys() if len(shards[name].spread.ranks) < size_of(group)}  # fmt: skip
+    # What lies within DDP is on its ranks, which may not be all.
+    shards = named_shards(module, group, buffers=True, remove_duplicate=False)
+    found |= {name: shards[name] for name in found.keys() & shards.keys() if len(shards[name].spread.ranks) < size_of(group)}  # fmt: skip
     return found
 
 

@@ -62,6 +62,7 @@ def unpickled(data: bytes, names: Names, persistent: Callable[[Any], Any] | None
 
 
 _MARK = object()
+_MOST_WAITING = 1_000_000
 
 
 class _Machine:
@@ -88,6 +89,10 @@ class _Machine:
             if step is None:
                 raise Refused(f"it has the instruction {bytes([code])!r}, which no plain value needs")
             step(self)
+            if (
+                len(self._stack) > _MOST_WAITING
+            ):  # a pickler puts them where they belong, a thousand at a time
+                raise Refused("it has more values at once than a pickle needs")
 
     # -- what is read from the pickle ---------------------------------------------------------------------
 

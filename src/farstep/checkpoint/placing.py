@@ -22,7 +22,7 @@ from farstep.checkpoint.huggingface import INDEX
 from farstep.checkpoint.local_disk import LocalDisk, sync_directory
 from farstep.checkpoint.manifest import MANIFEST, is_ours
 from farstep.checkpoint.sources import format_of
-from farstep.checkpoint.storage import Storage, storage_of
+from farstep.checkpoint.storage import Storage, local_path, storage_of
 from farstep.errors import CheckpointError, NoCheckpoint
 
 __all__ = ["PathLike", "aside", "exists", "refuse_overlap"]
@@ -216,10 +216,8 @@ def _refuse_others(storage: Storage) -> None:
 def _local_path(target: PathLike | Storage) -> Path | None:
     if isinstance(target, Storage):
         return target.path if isinstance(target, LocalDisk) else None
-    text = os.fspath(target)
-    if "://" in text and not text.startswith("file://"):
-        return None
-    return Path(text.removeprefix("file://"))
+    found = local_path(os.fspath(target))
+    return None if found is None else Path(found)
 
 
 def _place(where: PathLike | Storage) -> str:

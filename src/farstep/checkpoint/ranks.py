@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from farstep import errors
 from farstep.errors import CheckpointError, StateError
-from farstep.state.adapters.ranks import Group, own_rank, size_of
+from farstep.state.adapters.ranks import Group, own_rank, size_of, timeout_of
 from farstep.state.council import agree, everyones, first_mark, mark_of
 
 __all__ = ["Ranks", "has_told", "kind_named", "reached"]
@@ -22,9 +24,12 @@ class Ranks:
     def __init__(self, group: Group = None, alone: bool = False, rpc_timeout: float | None = None) -> None:
         if alone and group is not None:
             raise ValueError("no_dist=True leaves other ranks out, so there is no group to give")
-        self.group = group
+        self.group = _group_of_one() if alone else group
         self.alone = alone or size_of(group) == 1
-        self.is_cut_off = alone
+        self.hint = (
+            ". With no_dist=True a process saves and loads what it has all of by itself" if alone else ""
+        )
+        """What may be at the bottom of it if something is not laid out as it should be."""
         self.rpc_timeout = -1.0 if rpc_timeout is None else rpc_timeout
         """For what workers beyond the group own; -1: as RPC has it."""
         self.rank = 0 if alone else own_rank(group)
@@ -42,12 +47,14 @@ class Ranks:
 
     def agree(self, error: Exception | None, doing: str, mark: bytes = b"") -> bool:
         """All go on, or all raise. Returns whether all gave the same mark."""
-        with self._reached(error) as error:
+        error = self._own(error)
+        with reached(error):
             return self.alone or agree(error, self.group, doing, mark_of(mark))
 
     def everyones(self, value: Any, doing: str, error: Exception | None = None) -> list[Any] | None:
         """Every rank's; None if all have the same. All raise if one has an error."""
-        with self._reached(error) as error:
+        error = self._own(error)
+        with reached(error):
             return None if self.alone else everyones(value, error, self.group, doing)
 
     def token_of_first(self, doing: str, act: Callable[[], str]) -> str:
@@ -57,18 +64,22 @@ class Ranks:
             token = act() if self.rank == 0 else token
         except Exception as exc:
             error = exc
-        with self._reached(error) as error:
-            return token if self.alone else first_mark(bytes.fromhex(token), error, self.group, doing).hex()
+        error = self._own(error)
+        with reached(error):
+            found = token if self.alone else first_mark(bytes.fromhex(token), error, self.group, doing).hex()
+        if not found.strip("0"):  # nobody gives that
+            raise CheckpointError(
+                f"{doing} has come to nothing: the process group has ended meanwhile. Wait for a save before destroy_process_group"
+            )
+        return found
 
-    @contextmanager
-    def _reached(self, error: Exception | None) -> Iterator[Exception | None]:
-        """For what tells others of this rank's error, if it has one; of one that is alone it is raised."""
+    def _own(self, error: Exception | None) -> Exception | None:
+        """This rank's error as the others are to hear of it. One that is alone raises it."""
         if isinstance(error, StateError):
-            error = _as_ours(error)
+            error = _as_ours(error, self.hint)
         if self.alone and error is not None:
             raise error
-        with reached(error):
-            yield error
+        return error
 
     def to_first(self, value: Any) -> list[Any]:
         """On the first rank every rank's; nothing elsewhere."""
@@ -88,6 +99,26 @@ class Ranks:
         return box[0]
 
 
+_alone: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_making = Lock()
+
+
+def _group_of_one() -> Group:
+    """A group that has this process alone, for as long as the job's own group is there; None where that has no others anyway."""
+    if size_of(None) == 1:
+        return None
+    whole = dist.group.WORLD
+    assert whole is not None
+    with _making:
+        found = _alone.get(whole)
+        if found is None:
+            found = dist.new_group(
+                [dist.get_rank()], timeout_of(None), "gloo", use_local_synchronization=True
+            )
+            _alone[whole] = found
+        return found
+
+
 _WORDS = ("gloo", "timed out", "timeout", "connection")
 """Of torch's plain RuntimeErrors, those that have one of these are about other ranks."""
 
@@ -98,8 +129,8 @@ def kind_named(name: str) -> type[CheckpointError]:
     return found if isinstance(found, type) and issubclass(found, CheckpointError) else CheckpointError
 
 
-def _as_ours(exc: StateError) -> CheckpointError:
-    error = kind_named(exc.kind)(str(exc))
+def _as_ours(exc: StateError, hint: str = "") -> CheckpointError:
+    error = kind_named(exc.kind)(f"{exc}{hint}")
     error.__cause__ = exc
     return error
 

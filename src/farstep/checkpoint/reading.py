@@ -17,11 +17,11 @@ import torch
 import xxhash
 from torch import Tensor
 
-from farstep.checkpoint.manifest import Manifest
+from farstep.checkpoint.manifest import MANIFEST, Manifest
 from farstep.checkpoint.memory import bytes_of, is_plain
 from farstep.checkpoint.storage import Buffer, Storage, StoredFile
 from farstep.checkpoint.writing import Progress, Tally
-from farstep.errors import DamagedCheckpoint
+from farstep.errors import CheckpointError, DamagedCheckpoint
 from farstep.state import Box, Layout, Spread, plan
 
 __all__ = ["Files", "Read", "Reader", "planned", "read_into", "reads_for"]
@@ -174,12 +174,24 @@ class Files:
             try:
                 file = self._storage.open(name)
             except FileNotFoundError:
+                if is_replaced(self._storage, self._manifest):
+                    raise CheckpointError(
+                        f"{self._storage}: a new checkpoint was saved there meanwhile, in the place of the one that was being read. Load again"
+                    ) from None
                 raise DamagedCheckpoint(
                     f"{self._storage}: the file {name}, which {_tensors_in(self._manifest, number)}, is missing"
                 ) from None
             self._stack.callback(file.close)
             self._open[number] = file
         return file
+
+
+def is_replaced(storage: Storage, manifest: Manifest) -> bool:
+    """Whether another checkpoint of ours is there by now."""
+    try:
+        return Manifest.decode(storage.read(MANIFEST), str(storage)).save != manifest.save
+    except Exception:
+        return False  # what is there cannot be read either
 
 
 class Reader:

@@ -34,7 +34,6 @@ from farstep.errors import CheckpointError, CheckpointMismatch, StorageFailed
 from farstep.rpc.current import current_agent
 from farstep.rpc.rref import RRef, local_value_of
 from farstep.state import Layout
-from farstep.state.optim_entries import copied
 
 __all__ = ["Staged", "Written", "commit", "fill", "prepare", "read_states", "stage", "write", "write_staged"]
 
@@ -214,17 +213,16 @@ def read_states(
 
 
 def _fresh(state: Any, seen: set[int]) -> Any:
-    """A parameter's state that the optimizer may keep. What was saved once and is in several places is one tensor so far, and `seen`."""
+    """A parameter's state that the optimizer may keep, if it has but tensors and numbers, and none of the tensors is `seen` elsewhere: what was saved once is one tensor in several places."""
     from farstep.optim.states import Fresh
 
     if not isinstance(state, dict):
         return state
-    made = Fresh()
-    for key, value in state.items():
-        is_new = isinstance(value, Tensor) and id(value) not in seen
-        made[key] = value if is_new else copied(value)
-        seen.add(id(value))
-    return made
+    ids = [id(each) for each in state.values() if isinstance(each, Tensor)]
+    numbers = [each for each in state.values() if each is None or isinstance(each, int | float)]
+    is_own = len(set(ids)) + len(numbers) == len(state) and seen.isdisjoint(ids)
+    seen.update(ids)
+    return Fresh(state) if is_own else state
 
 
 def _local(rref: RRef[T], kind: type[T]) -> T:

@@ -56,11 +56,19 @@ def format_of(storage: Storage) -> str:
     hint = ""
     if f"__0{METADATA}" in names:
         hint = ". Its ranks have saved with DCP each for itself (no collectives), which is not read"
+    elif isinstance(storage, LocalDisk) and not storage.path.exists():
+        raise NoCheckpoint(f"there is no checkpoint at {storage}: there is nothing of that name")
+    elif below := [each for each in sorted(storage.directories()) if _is_step(each)]:
+        hint = f". It has {', '.join(below[-3:])}, as a CheckpointManager makes them: load one of those, or CheckpointManager(...).resume(state)"
     elif names or storage.directories():
         hint = f", but {len(names)} other files"
     raise NoCheckpoint(
         f"there is no checkpoint in {storage}: it has no {MANIFEST}, which a save puts there when all is written, and is none of DCP or safetensors{hint}"
     )
+
+
+def _is_step(name: str) -> bool:
+    return name.startswith("step_") and name[5:].isdigit()
 
 
 def manifest_of(storage: Storage) -> Manifest:

@@ -17,7 +17,16 @@ from typing import Any
 
 from farstep.errors import DamagedCheckpoint, NoCheckpoint
 
-__all__ = ["MOST_READ_BYTES", "NewFile", "Storage", "StoredFile", "check_size", "name_aside", "storage_of"]
+__all__ = [
+    "MOST_READ_BYTES",
+    "NewFile",
+    "Storage",
+    "StoredFile",
+    "check_size",
+    "local_path",
+    "name_aside",
+    "storage_of",
+]
 
 Buffer = memoryview
 MOST_READ_BYTES = 1 << 30
@@ -135,6 +144,15 @@ def storage_of(path: str | os.PathLike[str] | Storage, options: dict[str, Any] |
     text = os.fspath(path)
     if not isinstance(text, str) or not text:
         raise NoCheckpoint(f"a checkpoint is at a path or URL, not {path!r}")
-    if "://" not in text or text.startswith(("file://", "local://")):
-        return LocalDisk(text.removeprefix("file://").removeprefix("local://"))
-    return RemoteStorage(text, options or {})
+    local = local_path(text)
+    return RemoteStorage(text, options or {}) if local is None else LocalDisk(local)
+
+
+def local_path(text: str) -> str | None:
+    """Of a path or URL the path on this machine; None if it is elsewhere."""
+    if "://" not in text:
+        return os.path.expanduser(text)
+    for scheme in ("file://", "local://"):
+        if text.startswith(scheme):
+            return text.removeprefix(scheme)
+    return None

@@ -154,14 +154,16 @@ def write_part(
             for name, batch in zip(names, batches, strict=True)
         ]
     else:
-        with ThreadPoolExecutor(len(batches), "farstep-save") as pool:
-            tasks = [
-                pool.submit(_write_file, storage, name, save, batch, tally, stop)
-                for name, batch in zip(names, batches, strict=True)
-            ]
-            wait(tasks, return_when=FIRST_EXCEPTION)
-            stop.set()
         try:
+            with ThreadPoolExecutor(len(batches), "farstep-save") as pool:
+                tasks = [
+                    pool.submit(_write_file, storage, name, save, batch, tally, stop)
+                    for name, batch in zip(names, batches, strict=True)
+                ]
+                try:
+                    wait(tasks, return_when=FIRST_EXCEPTION)
+                finally:
+                    stop.set()  # Ctrl-C too
             done = [task.result() for task in tasks]
         except BaseException:
             storage.delete(names)

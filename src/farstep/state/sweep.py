@@ -30,14 +30,16 @@ def meet(a: Boxes, b: Boxes) -> tuple[Ints, Ints]:
         return nothing, nothing
     if not a.start:
         a, b = _undivided(a), _undivided(b)
-    return _meet(a, b, 0) or meet_in_cells(a, b)
+    return _meet(a, b, 0, _most(a, b)) or meet_in_cells(a, b)
 
 
 def overlap(boxes: Boxes) -> tuple[int, int] | None:
     """Two boxes of one group that have elements in common, if there are any. It takes no longer where many do."""
     if len(boxes.group) < 2 or not boxes.start:
         return None
-    met = _meet(boxes, boxes, 0, answers_bounded=True)  # each with itself, if all is well
+    met = _meet(
+        boxes, boxes, 0, _most(boxes, boxes), answers_bounded=True
+    )  # each with itself, if all is well
     if met is None:
         return clash(boxes)
     i, j = met
@@ -50,18 +52,21 @@ def _undivided(boxes: Boxes) -> Boxes:
     return Boxes(boxes.group, [np.zeros_like(boxes.group)], [np.ones_like(boxes.group)])
 
 
-def _meet(a: Boxes, b: Boxes, dim: int, answers_bounded: bool = False) -> tuple[Ints, Ints] | None:
-    """None if too many pairs would have to be looked at, beyond those that are the answer; with `answers_bounded`, if these are too many."""
+def _most(a: Boxes, b: Boxes) -> int:
+    return _MOST_PAIRS * (len(a.group) + len(b.group))
+
+
+def _meet(a: Boxes, b: Boxes, dim: int, most: int, answers_bounded: bool = False) -> tuple[Ints, Ints] | None:
+    """None if more than `most` pairs, or boxes, would have to be looked at, beyond those that are the answer; with `answers_bounded`, if these are too many."""
     last = dim == len(a.start) - 1
-    most = _MOST_PAIRS * (len(a.group) + len(b.group)) if answers_bounded or not last else None
     a, b, length = _bounded(a, b, dim)
     ours, theirs = _bands(a, dim, length), _bands(b, dim, length)
-    met = _on_line(ours.x, ours.y, theirs.x, theirs.y, most)
+    met = _on_line(ours.x, ours.y, theirs.x, theirs.y, most if answers_bounded or not last else None)
     if met is None:
         return None
     p, q = met
     if last or (ours.bounds is None and theirs.bounds is None):
-        if answers_bounded and most is not None and total(ours.count(p) * theirs.count(q)) > most:
+        if answers_bounded and total(ours.count(p) * theirs.count(q)) > most:
             return None
         return _filtered(a, b, *_crossed(ours, theirs, p, q), dim + 1)
     m, n = ours.count(p), theirs.count(q)
@@ -70,12 +75,15 @@ def _meet(a: Boxes, b: Boxes, dim: int, answers_bounded: bool = False) -> tuple[
     if few.all():
         return i, j
     p, q, m, n = p[~few], q[~few], m[~few], n[~few]
+    if total(m) + total(n) > most:
+        return None
     rows_a, rows_b = ours.rows(spans(ours.first(p), m)), theirs.rows(spans(theirs.first(q), n))
     pairs = np.arange(len(p), dtype=np.int64)
     met = _meet(
         _regrouped(a, rows_a, np.repeat(pairs, m)),
         _regrouped(b, rows_b, np.repeat(pairs, n)),
         dim + 1,
+        most,
         answers_bounded,
     )
     if met is None:

@@ -157,6 +157,8 @@ def text_picture(layers: Layers, width: int) -> list[RenderableType]:
             done = end
         table.add_row(short(row.label, LABEL_LETTERS), letters if is_shown else "", size(row.nbytes), bar)
     legend = Text()
+    if ranks > TEXT_RANKS:
+        legend.append(f"what each of the {ranks} ranks holds is not shown: the PNG has it\n", style="dim")
     for kind in layers.kinds:
         legend.append("█ ", style=palette[kind]).append(f"{printable(kind)}   ")
     return [table, Text(), legend]

@@ -155,7 +155,7 @@ def _box_rows(leaf: Leaf, manifest: Manifest, guide: str) -> Iterator[_Row]:
 def _wrapped(row: _Row, width: int) -> Text:
     """The label, on as many lines as it needs, with the guide before each."""
     room = max(8, width - max(len(row.first), len(row.more)))
-    text, rest = Text(row.first, style="dim"), row.label
+    text, rest = Text().append(row.first, style="dim"), row.label
     while len(rest) > room:
         at = max(rest.plain.rfind(mark, 0, room) for mark in " .") + 1
         at = at if at > room // 2 else room

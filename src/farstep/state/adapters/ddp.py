@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from farstep.state.adapters.ranks import Group, ranks_within
+from farstep.state.adapters.ranks import Group, numbers_within
 
 __all__ = ["replicas"]
 
@@ -18,6 +18,7 @@ def replicas(module: nn.Module, group: Group) -> dict[int, list[int]]:
     for path, each in module.named_modules():
         if isinstance(each, DistributedDataParallel):
             members = np.array(dist.get_process_group_ranks(each.process_group), dtype=np.int64)
-            ranks = ranks_within(group, members, path or type(each).__name__, "DDP process group").tolist()
-            found.update((id(t), ranks) for t in [*each.parameters(), *each.buffers()])
+            ranks = numbers_within(group, members, path or type(each).__name__)
+            here = ranks[ranks >= 0].tolist()  # a rank beyond the group has the same, and is not asked
+            found.update((id(t), here) for t in [*each.parameters(), *each.buffers()])
     return found
