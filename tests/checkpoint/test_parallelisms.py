@@ -209,45 +209,25 @@ def test_one_rank_saves_by_itself(two, tmp_path):
     two.run(by_itself, str(tmp_path))
 
 
-class Plain(nn.Module):
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.first, self.second = nn.Linear(4, 3), nn.Linear(3, 2)
-
-    def forward(self, x):
-        return self.second(self.first(x))
-
-
-def stepped(model, optimizer):
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-
-
-def trainers_by_themselves(path: str, wrap: str) -> None:
-    """Each rank saves its own model and optimizer, into a place of its own, and no other takes part."""
-    rank = dist.get_rank()
-    model = Plain(rank)
-    whole = nn.parallel.DistributedDataParallel(model) if wrap == "ddp" else model
-    optimizer = torch.optim.AdamW(whole.parameters())
-    stepped(whole, optimizer)
-    if rank == 1:  # the other one is not here
-        checkpoint.save({"model": whole, "optim": optimizer}, f"{path}/a", no_dist=True)
-        checkpoint.async_save({"model": whole, "optim": optimizer}, f"{path}/b", no_dist=True).wait(30)
-        manager = checkpoint.CheckpointManager(f"{path}/many", no_dist=True)
-        manager.save({"model": whole, "optim": optimizer}, 7)
+def trained_by_itself(path: str, kind: str) -> None:
+    each = getattr(training, kind)(seed=dist.get_rank())
+    each.train(1)
+    if dist.get_rank() == 1:  # the other one is not here
+        state = state_of(each)
+        checkpoint.save(state, f"{path}/a", no_dist=True)
+        checkpoint.async_save(state, f"{path}/b", no_dist=True).wait(30)
+        checkpoint.CheckpointManager(f"{path}/many", no_dist=True).save(state, 7)
         for name in ("a", "b", "many/step_000000007"):
-            other = Plain(5)
-            fresh = torch.optim.AdamW(other.parameters())
-            checkpoint.load({"model": other, "optim": fresh}, f"{path}/{name}", no_dist=True)
-            close(other.state_dict(), model.state_dict(), name)
-            for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
-                close(fresh.state[theirs], optimizer.state[mine], name)
+            other = training.Plain(seed=5)
+            checkpoint.load(state_of(other), f"{path}/{name}", no_dist=True)
+            close(other.whole(), each.whole(), name)
+            for mine, theirs in zip(each.keys(), other.keys(), strict=True):
+                close(other.optimizer.state[theirs], each.optimizer.state[mine], name)
 
 
-@pytest.mark.parametrize("wrap", ["plain", "ddp"])
-def test_one_rank_saves_its_training_by_itself(two, tmp_path, wrap):
-    two.run(trainers_by_themselves, str(tmp_path), wrap)
+@pytest.mark.parametrize("kind", ["Plain", "Ddp"])
+def test_one_rank_saves_its_training_by_itself(two, tmp_path, kind):
+    two.run(trained_by_itself, str(tmp_path), kind)
 
 
 def part_of_a_whole(path: str) -> None:

@@ -1,6 +1,5 @@
 """Checkpoints of what workers of RPC own: every owner writes its part and reads its part, and all of it is there or none."""
 
-import gc
 import json
 import os
 import signal
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.memory import begin_of_peak, peak_bytes
 from support.workers import WorkerFailed, speaking_for
 from torch import nn
 
@@ -205,17 +205,6 @@ def emptied(rref):
     rref.local_value().zero_()
 
 
-def begin_of_peak():
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
-
-
-def _status(key):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
-
-
 def _memory(path):
     """An owner needs room for the state that it reads, beside the one that it has, and for no other copy."""
     size = 16 << 20  # so much memory is given back at once when it is freed
@@ -233,7 +222,7 @@ def _memory(path):
     checkpoint.load({"optim": optimizer}, path)  # gradients are gone by then
     before = rpc.rpc_sync("worker1", begin_of_peak)
     checkpoint.load({"optim": optimizer}, path)
-    taken = rpc.rpc_sync("worker1", _status, args=("VmHWM",)) - before
+    taken = rpc.rpc_sync("worker1", peak_bytes) - before
     nbytes = 4 * size
     assert nbytes / 2 < taken < 1.5 * nbytes, taken / nbytes
     assert torch.equal(optimizer.state_dict()["state"]["table"]["momentum_buffer"], torch.ones(size))
@@ -271,7 +260,7 @@ def _many_names_of_one(path):
     optimizer = DistributedOptimizer(torch.optim.SGD, [("table", table)], lr=0.1, momentum=0.5)
     before = rpc.rpc_sync("worker1", begin_of_peak)
     checkpoint.load({"optim": optimizer}, path)
-    assert rpc.rpc_sync("worker1", _status, args=("VmHWM",)) - before < 10 * one.nbytes
+    assert rpc.rpc_sync("worker1", peak_bytes) - before < 10 * one.nbytes
 
 
 def _staged_twice(path):

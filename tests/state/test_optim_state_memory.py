@@ -1,12 +1,11 @@
 """How much memory conversions take, measured: the most that a process had resident. And what they tell: progress, and a profile."""
 
-import gc
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.memory import begin_of_peak, peak_bytes
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
@@ -21,16 +20,9 @@ STATE_BYTES = 2 * PARAMETER_BYTES  # 64 MiB
 
 def peak(run):
     """The most memory that was resident during `run`, beyond what was before. The process must have been at ease."""
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _status("VmRSS")
+    before = begin_of_peak()
     result = run()
-    return _status("VmHWM") - before, result
-
-
-def _status(key):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
+    return peak_bytes() - before, result
 
 
 def model_of(wrap):

@@ -7,24 +7,21 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from farstep.checkpoint.handle import SaveHandle, begin, settle
 from farstep.checkpoint.manifest import no_collector
-from farstep.checkpoint.ranks import Ranks, reached
+from farstep.checkpoint.ranks import Ranks, group_beside
 from farstep.checkpoint.saving import Draft, drafted, written
 from farstep.checkpoint.staging import Copy, staging
 from farstep.checkpoint.storage import Storage, storage_of
 from farstep.checkpoint.writing import Progress
-from farstep.state.adapters.ranks import Group, timeout_of
+from farstep.state.adapters.ranks import Group
 
 __all__ = ["async_save", "saved_behind"]
 
 _one_call = threading.Lock()
-_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-"""For each group one of the same ranks, for what they say to one another in the background."""
 
 
 def async_save(
@@ -96,12 +93,5 @@ def _behind(ranks: Ranks) -> Ranks:
     """The same ranks, for another thread."""
     if ranks.alone:
         return ranks
-    group = ranks.group or dist.group.WORLD
-    assert group is not None
-    other = _groups.get(group)
-    if other is None:
-        members = dist.get_process_group_ranks(group)
-        with reached():
-            other = dist.new_group(members, timeout_of(group), "gloo", use_local_synchronization=True)
-        _groups[group] = other
-    return Ranks(other)
+    members = dist.get_process_group_ranks(ranks.group or dist.group.WORLD)
+    return Ranks(group_beside(ranks.group, members))

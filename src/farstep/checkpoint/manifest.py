@@ -37,6 +37,7 @@ import xxhash
 
 from farstep.checkpoint import tree
 from farstep.checkpoint.dtypes import dtype_named, name_of
+from farstep.checkpoint.storage import Storage
 from farstep.errors import CheckpointError, DamagedCheckpoint, LayoutError
 from farstep.state import Layout, Spread
 from farstep.state.sweep import Ints
@@ -226,6 +227,11 @@ class Manifest:
             allow_nan=False,
         ).encode()
         return _HEAD % xxhash.xxh3_128_hexdigest(body).encode() + body + _TAIL
+
+    @classmethod
+    def of(cls, storage: Storage) -> Manifest:
+        """The one that is there now. Raises FileNotFoundError, and what `decode` raises."""
+        return cls.decode(storage.read(MANIFEST), str(storage))
 
     @classmethod
     def decode(cls, data: bytes, where: str) -> Manifest:

@@ -63,6 +63,7 @@ def unpickled(data: bytes, names: Names, persistent: Callable[[Any], Any] | None
 
 _MARK = object()
 _MOST_WAITING = 1_000_000
+"""Values that are not in their place yet. A pickler puts them there a thousand at a time."""
 
 
 class _Machine:
@@ -89,9 +90,7 @@ class _Machine:
             if step is None:
                 raise Refused(f"it has the instruction {bytes([code])!r}, which no plain value needs")
             step(self)
-            if (
-                len(self._stack) > _MOST_WAITING
-            ):  # a pickler puts them where they belong, a thousand at a time
+            if len(self._stack) > _MOST_WAITING:
                 raise Refused("it has more values at once than a pickle needs")
 
     # -- what is read from the pickle ---------------------------------------------------------------------

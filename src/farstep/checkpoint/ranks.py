@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
 from typing import Any
@@ -15,7 +15,7 @@ from farstep.errors import CheckpointError, StateError
 from farstep.state.adapters.ranks import Group, own_rank, size_of, timeout_of
 from farstep.state.council import agree, everyones, first_mark, mark_of
 
-__all__ = ["Ranks", "has_told", "kind_named", "reached"]
+__all__ = ["Ranks", "group_beside", "has_told", "kind_named", "reached"]
 
 
 class Ranks:
@@ -99,24 +99,27 @@ class Ranks:
         return box[0]
 
 
-_alone: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_beside: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
 _making = Lock()
 
 
-def _group_of_one() -> Group:
-    """A group that has this process alone, for as long as the job's own group is there; None where that has no others anyway."""
-    if size_of(None) == 1:
-        return None
-    whole = dist.group.WORLD
-    assert whole is not None
+def group_beside(group: Group, members: Sequence[int]) -> dist.ProcessGroup:
+    """Another group (gloo) that has these ranks of the job, made once, for as long as the one that is given is there. Its members call this, and no others."""
+    known = group or dist.group.WORLD
+    assert known is not None
     with _making:
-        found = _alone.get(whole)
+        made = _beside.setdefault(known, {})
+        found = made.get(tuple(members))
         if found is None:
-            found = dist.new_group(
-                [dist.get_rank()], timeout_of(None), "gloo", use_local_synchronization=True
-            )
-            _alone[whole] = found
+            with reached():
+                found = dist.new_group(members, timeout_of(group), "gloo", use_local_synchronization=True)
+            made[tuple(members)] = found
         return found
+
+
+def _group_of_one() -> Group:
+    """A group that has this process alone; None where there are no others anyway."""
+    return None if size_of(None) == 1 else group_beside(None, [dist.get_rank()])
 
 
 _WORDS = ("gloo", "timed out", "timeout", "connection")

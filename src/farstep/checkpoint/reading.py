@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from farstep.checkpoint.manifest import MANIFEST, Manifest
+from farstep.checkpoint.manifest import Manifest
 from farstep.checkpoint.memory import bytes_of, is_plain
 from farstep.checkpoint.storage import Buffer, Storage, StoredFile
 from farstep.checkpoint.writing import Progress, Tally
@@ -189,7 +189,7 @@ class Files:
 def is_replaced(storage: Storage, manifest: Manifest) -> bool:
     """Whether another checkpoint of ours is there by now."""
     try:
-        return Manifest.decode(storage.read(MANIFEST), str(storage)).save != manifest.save
+        return Manifest.of(storage).save != manifest.save
     except Exception:
         return False  # what is there cannot be read either
 

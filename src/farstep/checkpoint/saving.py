@@ -286,7 +286,7 @@ def _cleaned(storage: Storage) -> list[str]:
     """Remove what saves have left that did not finish. Returns the files of the checkpoint that is there."""
     ours = [name for name in storage.names() if is_ours(name)]
     try:
-        kept = {each.name for each in Manifest.decode(storage.read(MANIFEST), str(storage)).files}
+        kept = {each.name for each in Manifest.of(storage).files}
     except FileNotFoundError:
         kept = set()
     except DamagedCheckpoint:
@@ -347,7 +347,7 @@ def _told_of(storage: Storage) -> Iterator[None]:
 def is_in_place(storage: Storage, save: str) -> bool:
     """Whether a save that failed has become the checkpoint all the same; if that cannot be told, it may have."""
     try:
-        return Manifest.decode(storage.read(MANIFEST), str(storage)).save == save
+        return Manifest.of(storage).save == save
     except (FileNotFoundError, DamagedCheckpoint):
         return False
     except Exception:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +37,9 @@ __all__ = [
 ]
 
 _ZIP = b"PK\x03\x04"
+_SHOWN = 3
+_LOOKED_AT = 20
+"""Of directories that may have checkpoints."""
 
 
 def format_of(storage: Storage) -> str:
@@ -58,8 +63,12 @@ def format_of(storage: Storage) -> str:
         hint = ". Its ranks have saved with DCP each for itself (no collectives), which is not read"
     elif isinstance(storage, LocalDisk) and not storage.path.exists():
         raise NoCheckpoint(f"there is no checkpoint at {storage}: there is nothing of that name")
-    elif below := [each for each in sorted(storage.directories()) if _is_step(each)]:
-        hint = f". It has {', '.join(below[-3:])}, as a CheckpointManager makes them: load one of those, or CheckpointManager(...).resume(state)"
+    elif below := _below(storage):
+        more = f" and {len(below) - _SHOWN} more" if len(below) > _SHOWN else ""
+        raise NoCheckpoint(
+            f"there is no checkpoint in {storage} itself, but in {', '.join(below[-_SHOWN:])}{more}, as a CheckpointManager has its steps, below it: give the path of "
+            f"one, or CheckpointManager(...).resume(state) finds the newest"
+        )
     elif names or storage.directories():
         hint = f", but {len(names)} other files"
     raise NoCheckpoint(
@@ -67,20 +76,28 @@ def format_of(storage: Storage) -> str:
     )
 
 
-def _is_step(name: str) -> bool:
-    return name.startswith("step_") and name[5:].isdigit()
+def _below(storage: Storage) -> list[str]:
+    """The checkpoints in directories below, by number."""
+    try:
+        names = sorted(storage.directories(), key=_by_number)[-_LOOKED_AT:]
+        return [name for name in names if MANIFEST in storage.at(name).names()]
+    except Exception:
+        return []  # a hint is not worth an error
+
+
+def _by_number(name: str) -> list[Any]:
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def manifest_of(storage: Storage) -> Manifest:
     """Of a checkpoint of ours. Raises NoCheckpoint or DamagedCheckpoint."""
     try:
         with reading(storage):
-            data = storage.read(MANIFEST)
+            return Manifest.of(storage)
     except FileNotFoundError:
         raise NoCheckpoint(
             f"there is no checkpoint in {storage}: it has no {MANIFEST}, which a save puts there when all is written"
         ) from None
-    return Manifest.decode(data, str(storage))
 
 
 @contextmanager
@@ -119,7 +136,7 @@ def source_of(storage: Storage, verify: bool = True) -> tuple[Storage, Manifest]
     """A storage and a manifest to read a checkpoint by, of whatever format. Raises NoCheckpoint, DamagedCheckpoint."""
     try:  # most are ours: one read tells
         with reading(storage):
-            return storage, Manifest.decode(storage.read(MANIFEST), str(storage))
+            return storage, Manifest.of(storage)
     except (FileNotFoundError, NotADirectoryError):
         pass
     kind = format_of(storage)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -15,7 +14,7 @@ from farstep.checkpoint.manifest import MANIFEST, Manifest
 from farstep.checkpoint.sources import source_of
 from farstep.checkpoint.storage import Storage, storage_of
 from farstep.checkpoint.tree import MOST_DEPTH, children, decode, is_container, joined
-from farstep.errors import CheckpointError, DamagedCheckpoint, NoCheckpoint
+from farstep.errors import CheckpointError, DamagedCheckpoint
 from farstep.state import Box
 
 __all__ = [
@@ -30,8 +29,6 @@ __all__ = [
     "value_of",
 ]
 
-_SHOWN = 3
-_LOOKED_AT = 20
 _CONTAINERS = {
     "dict": "a dict",
     "pairs": "a dict with keys that are not all strings",
@@ -67,18 +64,8 @@ def storage_at(path: str | os.PathLike[str] | Storage, options: dict[str, Any] |
 def opened(
     path: str | os.PathLike[str] | Storage, options: dict[str, Any] | None = None
 ) -> tuple[Storage, Manifest]:
-    """A checkpoint of any format that is read, as `load` has it. Raises NoCheckpoint, which tells of such as are one level below."""
-    storage = storage_at(path, options)
-    try:
-        return source_of(storage)
-    except NoCheckpoint as exc:
-        below = _below(storage)
-        if not below:
-            raise
-        more = f" and {len(below) - _SHOWN} more" if len(below) > _SHOWN else ""
-        raise NoCheckpoint(
-            f"there is no checkpoint in {storage} itself, but in {', '.join(below[-_SHOWN:])}{more} below it"
-        ) from exc
+    """A checkpoint of any format that is read, as `load` has it."""
+    return source_of(storage_at(path, options))
 
 
 def opened_own(
@@ -87,25 +74,12 @@ def opened_own(
     """One that `save` wrote: with checksums."""
     storage = storage_at(path, options)
     try:
-        return storage, Manifest.decode(storage.read(MANIFEST), str(storage))
+        return storage, Manifest.of(storage)
     except (FileNotFoundError, NotADirectoryError):
         opened(storage)  # raises if it is nothing at all
         raise CheckpointError(
             f"{storage} is a checkpoint of another format, which has no checksums: farstep checkpoint convert makes one of it that has"
         ) from None
-
-
-def _below(storage: Storage) -> list[str]:
-    """The checkpoints in directories below, by number."""
-    try:
-        names = sorted(storage.directories(), key=_by_number)[-_LOOKED_AT:]
-        return [name for name in names if MANIFEST in storage.at(name).names()]
-    except Exception:
-        return []  # a hint is not worth an error
-
-
-def _by_number(name: str) -> list[Any]:
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
