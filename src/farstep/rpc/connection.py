@@ -1,7 +1,7 @@
 """One direction of a stream of frames to one peer.
 
 [Note: one writer, one reader] A worker writes on the connection that it dialled and reads on the one that
-the peer dialled. So no socket is ever read and written, TLS objects need no lock of their own, and a peer's
+the peer dialled. So no socket is ever read and written, the state of TLS needs no lock of its own, and a peer's
 death shows on both.
 
 A `Sender` may be used by any thread; its lock orders whole frames. A `Receiver` is read by whoever holds its
@@ -25,6 +25,7 @@ from typing import Final
 from farstep.errors import ProtocolError, RpcTimeout
 from farstep.rpc.bundle import Rider, bundle
 from farstep.rpc.memory import Bytes
+from farstep.rpc.records import RecordSocket
 from farstep.rpc.wire import Frame, FrameReader
 
 __all__ = ["Looking", "Receiver", "Sender", "Stalled", "close_socket"]
@@ -36,6 +37,7 @@ MAX_PARTS: Final = 512
 BLOCK_S: Final = 1.0
 MAX_WAITS_WITHOUT: Final = 64
 SOCKET_BUFFER_BYTES: Final = 4 << 20
+NEVER: Final = float("inf")
 _DONTWAIT: Final = int(socket.MSG_DONTWAIT)  # plain ints: an enum's `|` takes longer than the system call
 _CLOEXEC: Final = int(socket.MSG_CMSG_CLOEXEC)
 _CTRUNC: Final = int(socket.MSG_CTRUNC)
@@ -49,7 +51,7 @@ class Sender:
     def __init__(self, sock: socket.socket, max_frame_bytes: int) -> None:
         sock.setblocking(False)
         self.sock = sock
-        self.is_tls = isinstance(sock, ssl.SSLSocket)
+        self._has_records = isinstance(sock, RecordSocket)
         self.shares_host = sock.family == socket.AF_UNIX
         self.sent_bytes = 0
         self._lock = threading.Lock()
@@ -139,7 +141,9 @@ class Sender:
         if total <= JOIN_BYTES and len(parts) > 1:
             parts = [b"".join(parts)]
         rest = list(parts)
-        began = began or self.is_tls  # a TLS record that has been begun must be finished with the same bytes
+        began = (
+            began or self._has_records
+        )  # a record that has been begun must be finished with the same bytes
         try:
             while rest:
                 sent = self._write_some(rest, fds)
@@ -166,10 +170,10 @@ class Sender:
             if fds:
                 rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
                 return self.sock.sendmsg(views[:MAX_PARTS], [rights])
-            if len(views) == 1 or self.is_tls:
+            if len(views) == 1 or self._has_records:
                 return self.sock.send(views[0])
             return self.sock.sendmsg(views[:MAX_PARTS])
-        except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
+        except BlockingIOError:
             return None
 
     def _wait_writable(self, deadline: float | None) -> bool:
@@ -227,12 +231,14 @@ class Receiver:
         self._fds: deque[int] = deque()
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN | select.POLLRDHUP)
-        self._is_tls = isinstance(sock, ssl.SSLSocket)
         recv = self._recv_with_fds if sock.family == socket.AF_UNIX else self._recv
-        self._reader = FrameReader(recv, max_frame_bytes, drain=self._is_tls)
-        # A plain socket blocks for up to BLOCK_S where a caller waits, and is told not to elsewhere.
-        sock.setblocking(not self._is_tls)
-        self._flags = 0 if self._is_tls else _DONTWAIT
+        has_more = (lambda: sock.has_more) if isinstance(sock, RecordSocket) else None
+        self._reader = FrameReader(recv, max_frame_bytes, has_more)
+        # The socket blocks for up to BLOCK_S where a caller waits, and is told not to elsewhere.
+        sock.setblocking(True)
+        self._flags = _DONTWAIT
+        self._block_until = NEVER
+        """From then on it does not block any more: a frame that drips in must not hold whoever waits beyond their deadline."""
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(BLOCK_S), 0))
         _enlarge_buffer(sock, socket.SO_RCVBUF)
 
@@ -258,13 +264,14 @@ class Receiver:
         Each system call right after a wake-up costs tens of microseconds, so where there is time the wait and the
         read are one blocking call.
         """
-        if self._is_tls or (timeout_s is not None and timeout_s < BLOCK_S):
+        if timeout_s is not None and timeout_s < BLOCK_S:
             self._poll.poll(None if timeout_s is None else max(0.0, timeout_s * 1000))
             return self.read()
         frames = self._spin()
         if frames or self._reader.in_frame:
             return frames
         self._flags = 0
+        self._block_until = NEVER if timeout_s is None else time.monotonic() + timeout_s - BLOCK_S
         try:
             return self.read()
         finally:
@@ -304,9 +311,13 @@ class Receiver:
         self.is_taking_in = False
         try:
             count = self.sock.recv_into(view, 0, self._flags)
-        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+        except BlockingIOError:
             return None
+        except ssl.SSLError as exc:
+            raise ProtocolError(f"a TLS record that cannot be read: {exc}") from exc
         self.is_taking_in = True
+        if not self._flags and time.monotonic() > self._block_until:
+            self._flags = _DONTWAIT
         return count
 
     def _recv_with_fds(self, view: memoryview) -> int | None:
@@ -323,14 +334,15 @@ class Receiver:
                 self._fds.extend(fds)
         if flags & _CTRUNC:
             raise ProtocolError("file descriptors were lost on the way: too many are open in this process")
+        if not self._flags and time.monotonic() > self._block_until:
+            self._flags = _DONTWAIT
         return count
 
 
 def close_socket(sock: socket.socket) -> None:
     """End a connection now, waking whoever waits on it."""
     try:
-        # Not SSLSocket's own: that would drop the TLS layer under a writer, which then would go on in the clear.
-        socket.socket.shutdown(sock, socket.SHUT_RDWR)
+        sock.shutdown(socket.SHUT_RDWR)
     except OSError:
         pass
     sock.close()

@@ -1,18 +1,24 @@
 """Who may connect: decided before a single byte of a peer's is parsed.
 
 On one host a unix socket in a directory only its user can enter, and the kernel's word for the peer's uid. Between
-hosts TCP, and both sides prove that they hold the shared secret:
+hosts TCP, inside TLS (tls.py), and both sides prove that they hold the shared secret:
 
     dialler                                   listener
        │ ◄──────────── challenge (32 random bytes) ───│
-       │─ challenge, proof, length, identity ───────► │  the proof covers both challenges and the identity
-       │ ◄─────────────────── proof, length, identity │  likewise, with the roles swapped
+       │─ challenge, proof, length, introduction ───► │  the proof covers both challenges and the introduction
+       │ ◄───────────────────── proof, length, answer │  likewise, with the roles swapped, and the introduction too
 
 Each proof is an HMAC-SHA256 over the role, both challenges and what is said, under a key that scrypt derives from the
 secret; so a recorded handshake is useless, nothing can be reflected, and guessing costs. The dialler proves
 first: a stranger that scans ports gets random bytes and nothing to guess against. Comparison takes constant time.
 
-The handshake tells who is there; it does not encrypt what follows. On a network that others share, use TLS as well.
+[Note: nobody in between] The introduction has the dialler's card, the card of the worker that it means to reach, and the fingerprint of the
+certificate that it met in TLS; the answer has the listener's card and the fingerprint that the listener met. Each side compares all of it with
+what it knows. Somebody in between has to show a certificate of its own, so the fingerprints differ; a card in the rendezvous store
+that was changed differs from the card of the worker that answers.
+
+Without TLS (`dangerously_unencrypted_tcp`) the challenges give the connection a key as well, and every record
+after the handshake is authenticated with it (records.py).
 """
 
 from __future__ import annotations
@@ -24,28 +30,40 @@ import json
 import os
 import secrets
 import socket
-import ssl
 import struct
 import time
+from dataclasses import dataclass
 from typing import Any, Final
 
 from farstep.errors import AuthenticationError, ProtocolError
-from farstep.rpc.options import RpcOptions
 
-__all__ = ["TIMEOUT_S", "accept", "check_uid", "dial", "group_key", "tls_context"]
+__all__ = ["TIMEOUT_S", "Introduction", "Met", "accept", "check_uid", "dial", "group_key"]
 
 TIMEOUT_S: Final = 10.0
 """A peer that has not introduced itself by then is hung up on."""
 
-GREETING: Final = b"farstep\x01"
+GREETING: Final = b"farstep\x02"
 CHALLENGE_BYTES: Final = 32
 PROOF_BYTES: Final = 32
 MAX_IDENTITY_BYTES: Final = 16 << 10
+MAX_REASON_CHARS: Final = 1000
 _LENGTH: Final = struct.Struct("<I")
 REFUSAL: Final = bytes(PROOF_BYTES + _LENGTH.size)
 """What a dialler hears whose proof is wrong; an answer that is right never looks like it."""
 
-Identity = dict[str, Any]
+Card = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Met:
+    """What a dialler knows after the handshake."""
+
+    card: Card
+    seen: str | None
+    """The fingerprint of this worker's certificate, as the listener met it."""
+
+    frame_key: bytes
+    """For the records of a connection without TLS: new for each connection, and known to its two ends only."""
 
 
 @functools.lru_cache(maxsize=8)
@@ -64,14 +82,21 @@ def check_uid(sock: socket.socket) -> None:
         )
 
 
-def dial(sock: socket.socket, key: bytes, identity: Identity, deadline: float) -> Identity:
-    """Introduce this worker on a connection that it dialled; say who answered."""
+def dial(
+    sock: socket.socket, key: bytes, me: Card, to: Card, deadline: float, *, seen: str | None = None
+) -> Met:
+    """Introduce this worker on a connection that it dialled; say who answered.
+
+    `to` is the card of the worker that is meant, `seen` the fingerprint of the certificate that was met.
+    ConnectionRefusedError where the listener is of the group and refuses, AuthenticationError where it is not, or finds
+    that somebody is in between.
+    """
     greeting = _recv_exactly(sock, len(GREETING) + CHALLENGE_BYTES, deadline)
     if not greeting.startswith(GREETING):
         raise ProtocolError("what answers there is not a farstep worker, or one of another version")
     theirs = greeting[len(GREETING) :]
     mine = secrets.token_bytes(CHALLENGE_BYTES)
-    said = json.dumps(identity).encode()
+    said = json.dumps({"card": me, "to": to, "seen": seen}).encode()
     proof = _prove(key, b"dialler", theirs, mine, said)
     _send(sock, mine + proof + _LENGTH.pack(len(said)) + said, deadline)
     answer = _recv_exactly(sock, PROOF_BYTES + _LENGTH.size, deadline)
@@ -80,16 +105,21 @@ def dial(sock: socket.socket, key: bytes, identity: Identity, deadline: float) -
             "the peer does not accept this worker's shared secret: is FARSTEP_SECRET the same on both?"
         )
     reply = _recv_exactly(sock, _bounded(answer[PROOF_BYTES:]), deadline)
-    if not hmac.compare_digest(answer[:PROOF_BYTES], _prove(key, b"listener", mine, theirs, reply)):
+    if not hmac.compare_digest(answer[:PROOF_BYTES], _prove(key, b"listener", mine, theirs, said, reply)):
         raise AuthenticationError("the peer does not hold the shared secret")
-    identity_of_peer = _parse(reply)
-    if "refused" in identity_of_peer:
-        raise ConnectionRefusedError(str(identity_of_peer["refused"]))
-    return identity_of_peer
+    heard = _parse(reply)
+    if "tampered" in heard:
+        raise AuthenticationError(str(heard["tampered"]))
+    if "refused" in heard:
+        raise ConnectionRefusedError(str(heard["refused"]))
+    return Met(heard.get("card", {}), heard.get("seen"), _prove(key, b"frames", mine, theirs, said, reply))
 
 
 class Introduction:
-    """The listener's side, in two steps, so that the listener can look at who came before it answers."""
+    """The listener's side, in two steps, so that the listener can look at who came before it answers.
+
+    `card` is the dialler's, `to` the card of the worker that it means, `seen` the certificate that it met.
+    """
 
     def __init__(self, sock: socket.socket, key: bytes, deadline: float) -> None:
         self._sock = sock
@@ -100,34 +130,34 @@ class Introduction:
         head = _recv_exactly(sock, CHALLENGE_BYTES + PROOF_BYTES + _LENGTH.size, deadline)
         self._theirs = head[:CHALLENGE_BYTES]
         proof = head[CHALLENGE_BYTES : CHALLENGE_BYTES + PROOF_BYTES]
-        said = _recv_exactly(sock, _bounded(head[-_LENGTH.size :]), deadline)
-        if not hmac.compare_digest(proof, _prove(key, b"dialler", self._mine, self._theirs, said)):
+        self._said = _recv_exactly(sock, _bounded(head[-_LENGTH.size :]), deadline)
+        if not hmac.compare_digest(proof, _prove(key, b"dialler", self._mine, self._theirs, self._said)):
             _send(sock, REFUSAL, deadline)
             raise AuthenticationError("a peer does not hold the shared secret")
-        self.identity = _parse(said)
+        heard = _parse(self._said)
+        self.card: Any = heard.get("card")
+        self.to: Any = heard.get("to")
+        self.seen: Any = heard.get("seen")
 
-    def answer(self, identity: Identity) -> None:
-        said = json.dumps(identity).encode()
-        proof = _prove(self._key, b"listener", self._theirs, self._mine, said)
-        _send(self._sock, proof + _LENGTH.pack(len(said)) + said, self._deadline)
+    def welcome(self, card: Card, seen: str | None) -> bytes:
+        """Let the dialler in; returns the key of the connection's records."""
+        reply = self._answer({"card": card, "seen": seen})
+        return _prove(self._key, b"frames", self._theirs, self._mine, self._said, reply)
+
+    def refuse(self, why: str, *, tampered: bool = False) -> None:
+        """Say why not. `tampered`: somebody changed the store, or is in between."""
+        self._answer({"tampered" if tampered else "refused": why[:MAX_REASON_CHARS]})
+
+    def _answer(self, answer: dict[str, Any]) -> bytes:
+        reply = json.dumps(answer).encode()
+        proof = _prove(self._key, b"listener", self._theirs, self._mine, self._said, reply)
+        _send(self._sock, proof + _LENGTH.pack(len(reply)) + reply, self._deadline)
+        return reply
 
 
 def accept(sock: socket.socket, key: bytes, deadline: float) -> Introduction:
     """Hear who dialled. AuthenticationError, ProtocolError, EOFError or OSError where that is nobody of ours."""
     return Introduction(sock, key, deadline)
-
-
-def tls_context(options: RpcOptions, *, listening: bool) -> ssl.SSLContext | None:
-    """Mutual TLS where the options name certificates. Names are not checked: the authority vouches for workers."""
-    if not (options.tls_cert and options.tls_key and options.tls_ca):
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if listening else ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_REQUIRED
-    context.load_cert_chain(options.tls_cert, options.tls_key)
-    context.load_verify_locations(options.tls_ca)
-    return context
 
 
 def _prove(key: bytes, role: bytes, *parts: bytes) -> bytes:
@@ -145,11 +175,14 @@ def _bounded(raw: bytes) -> int:
     return length
 
 
-def _parse(said: bytes) -> Identity:
-    identity = json.loads(said)
-    if not isinstance(identity, dict):
+def _parse(said: bytes) -> dict[str, Any]:
+    try:
+        heard = json.loads(said)
+    except (ValueError, RecursionError) as exc:
+        raise ProtocolError("a peer's introduction is not JSON") from exc
+    if not isinstance(heard, dict):
         raise ProtocolError("a peer's introduction is not an object")
-    return identity
+    return heard
 
 
 def _send(sock: socket.socket, data: bytes, deadline: float) -> None:

@@ -1,7 +1,9 @@
 """The other workers: connections to them, and who is lost.
 
-[Note: noticing] A worker that dies closes its sockets, and whoever has a connection to it knows at once; a host that
-vanishes is noticed by the kernel's keep-alive. Connections are made when they are needed, so not everyone has one to
+[Note: noticing] A worker that dies closes its sockets, and whoever has a connection to it knows at once. A host that
+vanishes is noticed by the kernel's keep-alive, on a connection on which nothing is sent: the one that the peer dialled. So over TCP
+whoever is dialled dials back. (Where data is under way the kernel has no keep-alive, and its TCP_USER_TIMEOUT takes a peer that does not
+read, because it computes or was stopped, for one that is gone.) Connections are made when they are needed, so not everyone has one to
 everyone. Therefore each worker keeps one to the next in rank, whoever notices a loss tells all others, each of
 them makes sure before it believes it, and the ring closes over the gap.
 """
@@ -12,7 +14,6 @@ import contextlib
 import logging
 import os
 import socket
-import ssl
 import threading
 import time
 import uuid
@@ -22,7 +23,6 @@ from typing import TYPE_CHECKING, Any, Final
 from farstep.errors import (
     AuthenticationError,
     DuplicateName,
-    InsecureTransport,
     ProtocolError,
     RpcError,
     RpcTimeout,
@@ -31,12 +31,14 @@ from farstep.errors import (
 )
 from farstep.rpc import handshake
 from farstep.rpc.connection import Receiver, Sender
+from farstep.rpc.dialling import Dialler, Unreachable, check_introduction, fingerprint_met
 from farstep.rpc.gather import Gatherings
 from farstep.rpc.listener import Listener, keep_alive
 from farstep.rpc.membership import Card, Roster, WorkerInfo, host_key
-from farstep.rpc.options import HOW_TO_SET_A_SECRET
 from farstep.rpc.peer import Attempt, Peer, PeerState, SelfPeer
+from farstep.rpc.records import MacSocket
 from farstep.rpc.shm import Lender, SharedBudget
+from farstep.rpc.tls import TlsSocket, make_credentials
 from farstep.rpc.wire import Kind
 
 if TYPE_CHECKING:
@@ -46,7 +48,6 @@ if TYPE_CHECKING:
 __all__ = ["Links"]
 
 log = logging.getLogger("farstep.rpc")
-RETRY_S: Final = 0.05
 ROOMY: Final = 4
 """With a core for every worker that has something to do, looking for a reply takes nothing from anyone."""
 CORES: Final = os.cpu_count() or 1
@@ -60,7 +61,10 @@ class Links:
         options = agent.options
         self._agent = agent
         self._key = handshake.group_key(options.shared_secret) if options.shared_secret else b""
-        self._tls = handshake.tls_context(options, listening=False)
+        uses_tcp = options.transport == "tcp" or (options.transport == "auto" and bool(self._key))
+        credentials = None
+        if uses_tcp and not options.dangerously_unencrypted_tcp:
+            credentials = make_credentials(options, agent.info.name)
         self._budget = SharedBudget(options.shared_memory_bytes)
         self._lock = threading.Lock()
         self._by_id: dict[int, Peer] = {}
@@ -73,7 +77,7 @@ class Links:
         self._leaving = False
         self._closed = False
         self.gatherings = Gatherings(agent)
-        self._listener = Listener(agent.info.name, options, self._key, self._admit)
+        self._listener = Listener(agent.info.name, options, self._key, credentials, self._admit)
         card = Card(
             name=agent.info.name,
             id=agent.info.id,
@@ -81,7 +85,9 @@ class Links:
             host=host_key(),
             unix=self._listener.unix_path,
             tcp=self._listener.tcp_address,
+            certificate=None if credentials is None else credentials.fingerprint,
         )
+        self._dialler = Dialler(card, self._key, credentials, options.heartbeat_s, lambda: self._closed)
         self.me = SelfPeer(agent, card, agent.inbox.deliver_to_self)
         self._enter(self.me)
 
@@ -103,7 +109,7 @@ class Links:
             self._learn(card)
         for peer in self.peers():
             if not peer.is_self:
-                self._check_reachable(peer)
+                self._dialler.check_reachable(peer.card)
         deadline = time.monotonic() + timeout_s
         if self.is_open:
             for peer in self.peers():
@@ -137,21 +143,6 @@ class Links:
             self._by_id[card.id] = peer
             self._by_name[card.name] = peer
             return peer
-
-    def _check_reachable(self, peer: Peer) -> None:
-        mine, theirs = self.me.card, peer.card
-        if mine.host == theirs.host and theirs.unix:
-            return
-        if mine.host == theirs.host and not self._key:
-            raise InsecureTransport(
-                f"worker {peer.name!r} listens on TCP only (transport='tcp'), and {self.me.name!r} has no shared secret "
-                f"for that: {HOW_TO_SET_A_SECRET}"
-            )
-        if not theirs.tcp or not self._key:
-            raise InsecureTransport(
-                f"worker {peer.name!r} is on another host than {self.me.name!r} (or belongs to another user), and "
-                f"calls between hosts need a shared secret: {HOW_TO_SET_A_SECRET}"
-            )
 
     def is_present(self, worker_id: int) -> bool:
         """As far as is known here; asks nobody."""
@@ -209,7 +200,6 @@ class Links:
         return attempt.wait(left, f"worker {self.me.name!r} is still dialling {peer.name!r}")
 
     def _dial(self, peer: Peer) -> Sender:
-        deadline = time.monotonic() + handshake.TIMEOUT_S
         if not peer.dial_lock.acquire(timeout=2 * handshake.TIMEOUT_S):
             raise RpcTimeout(f"worker {self.me.name!r} is still dialling {peer.name!r}")
         try:
@@ -217,8 +207,12 @@ class Links:
                 return peer.sender
             if peer.state is not PeerState.PRESENT:
                 raise peer.lost_error()
-            self._check_reachable(peer)
-            sock = self._connect(peer, deadline)
+            self._dialler.check_reachable(peer.card)
+            try:
+                sock = self._dialler.connect(peer.card)
+            except Unreachable as exc:
+                self.lose(peer, str(exc))
+                raise peer.lost_error() from exc
             sender = Sender(sock, self._agent.options.max_frame_bytes)
             if sender.shares_host and self._agent.options.shared_memory_bytes:
                 peer.lender = Lender(self._budget)
@@ -231,65 +225,16 @@ class Links:
         finally:
             peer.dial_lock.release()
 
-    def _connect(self, peer: Peer, deadline: float) -> socket.socket:
-        """Dial and introduce. A peer that refuses is not there any more; a door that is too full is tried again."""
-        while True:
-            try:
-                return self._try_connect(peer, deadline)
-            except AuthenticationError:
-                raise
-            except ssl.SSLError as exc:
-                raise AuthenticationError(f"TLS with worker {peer.name!r} failed: {exc}") from exc
-            except (EOFError, ConnectionResetError, BlockingIOError) as exc:
-                error: Exception = exc.with_traceback(None)
-                if time.monotonic() + RETRY_S < deadline and not self._closed:
-                    time.sleep(RETRY_S)
-                    continue
-            except TimeoutError as exc:
-                if self._shares_host(peer):
-                    raise RpcTimeout(f"worker {peer.name!r} does not answer at its socket: {exc}") from exc
-                error = exc.with_traceback(None)
-            except OSError as exc:
-                error = exc.with_traceback(None)
-            self.lose(peer, f"it cannot be reached: {error}")
-            raise peer.lost_error() from error
-
-    def _shares_host(self, peer: Peer) -> bool:
-        return self.me.card.host == peer.card.host and peer.card.unix is not None
-
-    def _try_connect(self, peer: Peer, deadline: float) -> socket.socket:
-        sock: socket.socket
-        left = max(0.001, min(deadline - time.monotonic(), handshake.TIMEOUT_S))
-        if self._shares_host(peer):
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        else:
-            sock = socket.socket(socket.AF_INET6 if ":" in (peer.card.tcp or ("",))[0] else socket.AF_INET)
-            left = min(left, self._agent.options.heartbeat_s)
-        try:
-            sock.settimeout(left)
-            sock.connect(peer.card.unix if sock.family == socket.AF_UNIX else peer.card.tcp)  # type: ignore[arg-type]
-            if sock.family == socket.AF_UNIX:
-                handshake.check_uid(sock)
-            else:
-                keep_alive(sock, self._agent.options.heartbeat_s)
-                if self._tls is not None:
-                    sock = self._tls.wrap_socket(sock)
-            answer = handshake.dial(sock, self._key, self.me.card.to_json(), time.monotonic() + left)
-            if Card.from_json(answer).incarnation != peer.card.incarnation:
-                raise ConnectionRefusedError("another worker has taken its place")
-            return sock
-        except BaseException:
-            sock.close()
-            raise
-
     def _knock(self, sock: socket.socket) -> None:
-        self._listener.on_knock(sock)
-        if not self._closed:
-            self._agent.reactor.arm(sock.fileno())
+        try:
+            self._listener.on_knock(sock)
+        finally:
+            if not self._closed:
+                self._agent.reactor.arm(sock.fileno())
 
     def _admit(self, sock: socket.socket, introduction: handshake.Introduction) -> None:
         """A peer has passed the handshake: take its connection, if it is one of the group."""
-        card = Card.from_json(introduction.identity)
+        card = check_introduction(introduction, self.me.card, sock)
         try:
             peer = self._await_card(card)
             with self._lock:
@@ -299,30 +244,49 @@ class Links:
                     )
                 peer.is_arriving = True
         except RpcError as exc:
-            introduction.answer({"refused": str(exc)})
+            introduction.refuse(str(exc), tampered=isinstance(exc, AuthenticationError))
             raise
         try:
-            introduction.answer(self.me.card.to_json())
+            frame_key = introduction.welcome(self.me.card.to_json(), fingerprint_met(sock))
         except BaseException:
             peer.is_arriving = False
             raise
-        if sock.family != socket.AF_UNIX:
+        over_tcp = sock.family != socket.AF_UNIX
+        if over_tcp:
             keep_alive(sock, self._agent.options.heartbeat_s)
+            if not isinstance(sock, TlsSocket):
+                sock = MacSocket(sock, frame_key)
         receiver = Receiver(sock, peer.id, self._agent.options.max_frame_bytes, self.spin_s)
         peer.receiver = receiver
         self._agent.reactor.watch(receiver.fd, lambda: self._agent.inbox.on_readable(peer, receiver))
         if peer.state is not PeerState.PRESENT or self._closed:
             self._hang_up(peer)
+        elif over_tcp and peer.sender is None:
+            self._agent.submit(0, lambda: self._dial_back(peer))
+
+    def _dial_back(self, peer: Peer) -> None:
+        """See [Note: noticing]."""
+        with contextlib.suppress(RpcError):
+            self.dial(peer, None)
 
     def _await_card(self, card: Card) -> Peer:
         """In a group of known size a peer may knock before this worker has read the cards."""
         if self.is_open:
-            return self._learn(card)
+            return self._checked(self._learn(card), card)
         deadline = time.monotonic() + handshake.TIMEOUT_S
         while (peer := self._by_id.get(card.id)) is None and time.monotonic() < deadline and not self._closed:
             time.sleep(0.005)
         if peer is None or peer.card.incarnation != card.incarnation or peer.is_self:
             raise UnknownWorker(f"{card.name!r} (rank {card.id}) is not of this group")
+        return self._checked(peer, card)
+
+    @staticmethod
+    def _checked(peer: Peer, card: Card) -> Peer:
+        """What a worker says of itself is what the store said of it."""
+        if peer.card != card:
+            raise AuthenticationError(
+                f"the rendezvous store has another card of worker {card.name!r} than the worker itself: somebody has changed it"
+            )
         return peer
 
     def _sender_ended(self, peer: Peer, sender: Sender) -> None:

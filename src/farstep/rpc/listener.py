@@ -19,6 +19,8 @@ from urllib.parse import urlparse
 from farstep.errors import RpcError
 from farstep.rpc import handshake
 from farstep.rpc.options import RpcOptions
+from farstep.rpc.rare_log import RareLog
+from farstep.rpc.tls import Credentials, TlsSocket
 
 __all__ = ["Listener", "keep_alive", "local_address"]
 
@@ -28,6 +30,8 @@ SWEEP_AGE_S: Final = 60.0
 MAX_STRANGERS: Final = 128
 """How many connections may be in the middle of their handshake; for one more, the oldest is hung up on."""
 
+MAX_LOG_CHARS: Final = 500
+
 log = logging.getLogger("farstep.rpc")
 Admit = Callable[[socket.socket, handshake.Introduction], None]
 
@@ -35,11 +39,14 @@ Admit = Callable[[socket.socket, handshake.Introduction], None]
 class Listener:
     """Accepts connections and puts each through the handshake, on a thread of its own, under a deadline."""
 
-    def __init__(self, worker: str, options: RpcOptions, key: bytes, admit: Admit) -> None:
+    def __init__(
+        self, worker: str, options: RpcOptions, key: bytes, credentials: Credentials | None, admit: Admit
+    ) -> None:
         self._worker = worker
         self._key = key
         self._admit = admit
-        self._tls = handshake.tls_context(options, listening=True)
+        self._credentials = credentials
+        self._refusals = RareLog(log)
         self._strangers: dict[socket.socket, None] = {}  # the oldest first
         self._lock = threading.Lock()
         self._directory: str | None = None
@@ -96,6 +103,8 @@ class Listener:
                 sock, _ = listening.accept()
             except (BlockingIOError, OSError):
                 return
+            if sock.family != socket.AF_UNIX and self._credentials is not None:
+                sock = TlsSocket(sock, self._credentials, listening=True)
             with self._lock:
                 if self._closed:
                     sock.close()
@@ -120,30 +129,34 @@ class Listener:
             self._strangers.pop(sock, None)
 
     def _meet(self, sock: socket.socket) -> None:
-        raw = sock
         where = "unix socket" if sock.family == socket.AF_UNIX else _name(sock)
         try:
             deadline = time.monotonic() + handshake.TIMEOUT_S
             if sock.family == socket.AF_UNIX:
                 handshake.check_uid(sock)
             else:
-                sock.settimeout(handshake.TIMEOUT_S)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                if self._tls is not None:
-                    sock = self._tls.wrap_socket(sock, server_side=True)
+                if isinstance(sock, TlsSocket):
+                    sock.do_handshake(deadline)
             self._admit(sock, handshake.accept(sock, self._key, deadline))
         except Exception as exc:  # a stranger may send anything
             if not self._closed:
-                log.warning("worker %r refused a connection from %s: %s", self._worker, where, exc)
+                self._refusals.warning(
+                    "worker %r refused a connection from %s: %s",
+                    self._worker,
+                    where,
+                    str(exc)[:MAX_LOG_CHARS],
+                )
             with contextlib.suppress(OSError):
                 sock.close()
         finally:
-            self._forget(raw)
+            self._forget(sock)
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
             strangers = list(self._strangers)
+        self._refusals.flush()
         for sock in [*self.sockets, *strangers]:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
@@ -220,13 +233,13 @@ def local_address(options: RpcOptions) -> str:
 
 
 def keep_alive(sock: socket.socket, heartbeat_s: float) -> None:
-    """Have the kernel notice a host that vanished, within the heartbeat, however busy Python is."""
+    """Have the kernel notice a host that vanished while nothing is sent to it, within the heartbeat, however busy Python is.
+
+    Not TCP_USER_TIMEOUT: it also ends the connection to a peer that is there and does not read. See [Note: noticing].
+    """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     probe_s = max(1, int(heartbeat_s / 4))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe_s)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_s)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(1, int(heartbeat_s / probe_s) - 1))
-    sock.setsockopt(
-        socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(max(500.0, (heartbeat_s - probe_s) * 1000))
-    )

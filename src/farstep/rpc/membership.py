@@ -4,8 +4,9 @@ Every worker writes a card (its name, rank, addresses) into the rendezvous store
 known size waits until all cards are there. A group that workers join and leave is a growing list of cards:
 whoever joins reads the list and introduces itself to all on it, so nobody needs to watch the store.
 
-The store is torch's own and holds no secrets. What it says is only parsed as JSON, and an address in it is
-believed only once the peer there has passed the handshake.
+The store is torch's own, holds no secrets and authenticates nobody: whoever reaches it can write what they like. So what it says is
+bounded and parsed as JSON, no wait for it is without a deadline, and a card is believed only once the worker that answers at its address has
+proved in the handshake that it is its own. Somebody who writes there can keep a group from starting, with an error, and no more.
 """
 
 from __future__ import annotations
@@ -15,20 +16,32 @@ import json
 import os
 import re
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from typing import Any, Final
 from urllib.parse import urlparse
 
-from farstep.errors import DuplicateName, InitTimeout, ProtocolError, RpcError
+from farstep.errors import AuthenticationError, DuplicateName, InitTimeout, ProtocolError, RpcError
 from farstep.rpc.stores import FileStore, Store, TCPStore
 
 __all__ = ["Card", "Roster", "WorkerInfo", "create_store", "host_key"]
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_:\-]+")
 MAX_NAME_CHARS: Final = 128
+MAX_CARD_BYTES: Final = 8 << 10
+MAX_TEXT_CHARS: Final = 1024
+MAX_REASON_CHARS: Final = 2000
 LOOK_S: Final = 0.5
+PATIENCE_S: Final = 1.0
+"""For how long a look at the list of an open group may take in all."""
+
+CARD_PATIENCE_S: Final = 0.2
+"""Between taking a place in the list and writing the card there a worker does nothing else."""
+
+MAX_EMPTY_PLACES: Final = 1024
+"""So many places of the list are looked at again that had no card before: their workers may have been about to write it, or died."""
 FIRST_PAUSE_S: Final = 0.001
 LONGEST_PAUSE_S: Final = 0.02
 
@@ -75,24 +88,55 @@ class Card:
     host: str
     unix: str | None
     tcp: tuple[str, int] | None
+    certificate: str | None
+    """Fingerprint of the certificate with which it listens on TCP; None where it does not encrypt."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, raw: Any) -> Card:
+        """ProtocolError where it is not a card."""
         try:
+            if set(raw) != _CARD_FIELDS:
+                raise ValueError(f"it has the fields {sorted(map(str, raw))[:20]}")
             tcp = raw["tcp"]
             return cls(
-                name=WorkerInfo(str(raw["name"]), int(raw["id"])).name,
-                id=int(raw["id"]),
-                incarnation=str(raw["incarnation"]),
-                host=str(raw["host"]),
-                unix=None if raw["unix"] is None else str(raw["unix"]),
-                tcp=None if tcp is None else (str(tcp[0]), int(tcp[1])),
+                name=WorkerInfo(_text(raw["name"]), _number(raw["id"])).name,
+                id=_number(raw["id"]),
+                incarnation=_text(raw["incarnation"]),
+                host=_text(raw["host"]),
+                unix=None if raw["unix"] is None else _text(raw["unix"]),
+                tcp=None if tcp is None else (_text(tcp[0]), _number(tcp[1])),
+                certificate=None if raw["certificate"] is None else _text(raw["certificate"]),
             )
-        except (KeyError, TypeError, ValueError, IndexError) as exc:
-            raise ProtocolError(f"a worker's card is malformed: {exc!r}") from exc
+        except (KeyError, TypeError, ValueError, IndexError, RpcError) as exc:
+            raise ProtocolError(f"a worker's card is malformed: {exc}") from exc
+
+    @classmethod
+    def parse(cls, data: bytes) -> Card:
+        """The same, from what the store holds."""
+        if len(data) > MAX_CARD_BYTES:
+            raise ProtocolError(f"a worker's card in the rendezvous store has {len(data)} bytes")
+        try:
+            return cls.from_json(json.loads(data))
+        except (ValueError, RecursionError) as exc:
+            raise ProtocolError("a worker's card in the rendezvous store is not JSON") from exc
+
+
+_CARD_FIELDS: Final = {field.name for field in fields(Card)}
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str or len(value) > MAX_TEXT_CHARS:
+        raise TypeError(f"a {type(value).__name__} where a short text belongs")
+    return value
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 31:
+        raise TypeError(f"a {type(value).__name__} where a number from 0 to 2^31 belongs")
+    return value
 
 
 def host_key() -> str:
@@ -144,14 +188,50 @@ def create_store(init_method: str, rank: int, world_size: int | None, timeout_s:
     return store
 
 
+class _Asked:
+    """The store; what goes wrong with it is an RpcError that says so."""
+
+    def __init__(self, store: Store, worker: str) -> None:
+        self._store = store
+        self._worker = worker
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._ask(self._store.check, keys))
+
+    def get(self, key: str) -> bytes:
+        """The value of a key that is there."""
+        return bytes(self._ask(self._store.get, key))
+
+    def set(self, key: str, value: str) -> None:
+        self._ask(self._store.set, key, value)
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._ask(self._store.add, key, amount))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> str:
+        held = self._ask(self._store.compare_set, key, expected, desired)
+        return str(held.decode(errors="replace")) if isinstance(held, bytes) else str(held)
+
+    def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return function(*args)
+        except (RuntimeError, OSError, ValueError) as exc:
+            reason = (str(exc).splitlines() or [type(exc).__name__])[0][:MAX_REASON_CHARS]
+            raise RpcError(
+                f"worker {self._worker!r} cannot use the rendezvous store ({function.__name__} of {str(args[0])[:80]!r}): {reason}. "
+                f"Either the store is gone, or something that is not a worker of this group writes there"
+            ) from exc
+
+
 class Roster:
     """One worker's use of the store."""
 
     def __init__(self, store: Store, card: Card, world_size: int | None) -> None:
-        self._store = store
+        self._store = _Asked(store, card.name)
         self._card = card
         self._world_size = world_size
         self._read = 0
+        self._empty: deque[int] = deque(maxlen=MAX_EMPTY_PLACES)
 
     def join(self, timeout_s: float) -> list[Card]:
         """Announce this worker and return the cards of all (a group of known size) or of those before it."""
@@ -164,7 +244,7 @@ class Roster:
     def _meet(self, world_size: int, deadline: float) -> list[Card]:
         me = self._card
         key = f"worker/{me.id}"
-        claimed = self._store.compare_set(f"claim/{me.id}", "", me.incarnation).decode()
+        claimed = self._store.compare_set(f"claim/{me.id}", "", me.incarnation)
         if claimed != me.incarnation:
             raise DuplicateName(
                 f"rank {me.id} is not unique: another worker has it already, {me.name!r} wants it too"
@@ -179,7 +259,7 @@ class Roster:
                 if time.monotonic() >= deadline:
                     raise InitTimeout(self._who_is_missing(keys)) from None
                 self._check_failures(float("inf"), lambda: None)
-        cards = [Card.from_json(json.loads(self._store.get(k))) for k in keys]
+        cards = [Card.parse(self._store.get(k)) for k in keys]
         # Rank 0 may serve the store: it stays until all have read it, also when it is about to raise.
         if self._store.add("collected", 1) == world_size:
             self._store.set("all-collected", "1")
@@ -188,6 +268,12 @@ class Roster:
                 self._wait(["all-collected"], max(deadline, time.monotonic() + 1.0))
             except (RuntimeError, OSError):
                 pass
+        for rank, card in enumerate(cards):
+            if card.id != rank or (rank == me.id and card != me):
+                raise AuthenticationError(
+                    f"worker {me.name!r} finds a card for rank {rank} in the rendezvous store that this rank did not write: "
+                    f"somebody else writes there. Give the group a store of its own, on a network that only it can reach"
+                )
         names = [c.name for c in cards]
         twice = sorted({n for n in names if names.count(n) > 1})
         if twice:
@@ -210,7 +296,9 @@ class Roster:
 
     def _check_failures(self, deadline: float, who_is_lost: Callable[[], str | None]) -> None:
         try:
-            failed = self._store.get("failed").decode() if self._store.check(["failed"]) else None
+            failed = None
+            if self._store.check(["failed"]):
+                failed = self._store.get("failed").decode(errors="replace")[:MAX_REASON_CHARS]
         except (RuntimeError, OSError):
             failed = "the rendezvous store, which rank 0 serves, is gone"
         failed = failed or who_is_lost()
@@ -245,7 +333,7 @@ class Roster:
             except RuntimeError:
                 return f"worker {self._card.name!r} lost the rendezvous store (rank 0 serves it) before all had arrived"
             if present:
-                here.append(Card.from_json(json.loads(self._store.get(key))).name)
+                here.append(Card.parse(self._store.get(key)).name)
             else:
                 missing.append(rank)
         return (
@@ -266,26 +354,36 @@ class Roster:
     def _claim(self, key: str, what: str) -> None:
         """Take a key, also from a worker that is gone."""
         mine = self._card.incarnation
-        holder = self._store.compare_set(key, "", mine).decode()
+        holder = self._store.compare_set(key, "", mine)
         if holder != mine and self._is_gone(holder):
-            holder = self._store.compare_set(key, holder, mine).decode()
+            holder = self._store.compare_set(key, holder, mine)
         if holder != mine:
             raise DuplicateName(f"{what} is not unique: a worker of the group has it already")
 
-    def new_cards(self, patience_s: float = 1.0) -> list[Card]:
-        """Cards written since the last look. For groups that workers join and leave."""
-        cards = []
+    def new_cards(self, patience_s: float = PATIENCE_S) -> list[Card]:
+        """Cards written since the last look, which takes at most about `patience_s` in all. For groups that workers join and leave."""
+        deadline = time.monotonic() + patience_s
         last = self._store.add("members", 0)
-        for place in range(self._read + 1, last + 1):
-            try:
-                self._wait([f"card/{place}"], time.monotonic() + patience_s)
-                card = Card.from_json(json.loads(self._store.get(f"card/{place}")))
-            except (RuntimeError, OSError, ValueError):
-                continue  # it took a place and died before it wrote its card
-            if not self._is_gone(card.incarnation):
-                cards.append(card)
-        self._read = max(self._read, last)
+        cards = []
+        for _ in range(len(self._empty)):
+            cards += self._card_at(self._empty.popleft(), 0.0)
+        while self._read < last and time.monotonic() < deadline:
+            self._read += 1
+            cards += self._card_at(self._read, min(CARD_PATIENCE_S, deadline - time.monotonic()))
         return cards
+
+    def _card_at(self, place: int, patience_s: float) -> list[Card]:
+        """The card at a place of the list. Where there is none yet its worker is about to write it, or has died."""
+        key = f"card/{place}"
+        try:
+            self._wait([key], time.monotonic() + patience_s)
+            card = Card.parse(self._store.get(key))
+        except TimeoutError:
+            self._empty.append(place)
+            return []
+        except (RuntimeError, OSError):
+            return []
+        return [] if self._is_gone(card.incarnation) else [card]
 
     def _is_gone(self, incarnation: str) -> bool:
         return bool(self._store.check([f"gone/{incarnation}"]))

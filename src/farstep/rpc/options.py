@@ -50,7 +50,8 @@ class RpcOptions:
     """Port of the TCP listener; 0 takes a free one."""
 
     tls_cert: str | None = None
-    """PEM file of this worker's certificate. With `tls_key` and `tls_ca` every TCP connection is mutual TLS."""
+    """PEM file of this worker's certificate. With `tls_key` and `tls_ca`, workers also check each other's certificates on TCP.
+    Default: a self-signed one, made at the start; TCP is always encrypted, and the secret says who is there."""
 
     tls_key: str | None = field(default=None, repr=False)
     """PEM file of the key of `tls_cert`."""
@@ -58,12 +59,16 @@ class RpcOptions:
     tls_ca: str | None = None
     """PEM file of the authority that every worker's certificate must be signed by."""
 
+    dangerously_unencrypted_tcp: bool = False
+    """TCP without TLS, for a network that nobody else can reach, such as the wires of one machine. Whoever is on the path reads
+    everything that is sent, parameters and data included; they still cannot call, change or inject. The same on all workers."""
+
     trusted: tuple[str, ...] | None = None
     """Modules (`myapp`, with all below it) or single names (`torch.add`) that peers may call and that may be
     unpickled. None allows whatever can be imported, as torch does, once a peer is authenticated."""
 
     heartbeat_s: float = 10.0
-    """A TCP peer whose host says nothing for this long is lost. Kernel keep-alive: a busy peer is never lost by it."""
+    """A TCP peer whose host says nothing for this long is lost. The kernel answers for a peer that is busy or stopped: it is never lost by it."""
 
     max_frame_bytes: int = 16 << 30
     """A message that claims to be longer is refused before memory is taken."""
@@ -102,6 +107,10 @@ class RpcOptions:
         given = [bool(f) for f in (self.tls_cert, self.tls_key, self.tls_ca)]
         if any(given) and not all(given):
             raise ValueError("TLS needs all three of tls_cert, tls_key and tls_ca")
+        if any(given) and self.dangerously_unencrypted_tcp:
+            raise ValueError(
+                "dangerously_unencrypted_tcp and certificates (tls_cert) contradict each other: give one of them"
+            )
         secret = self.shared_secret
         if secret and len(secret) < MIN_SECRET_CHARS:
             raise ValueError(

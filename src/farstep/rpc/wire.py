@@ -91,11 +91,15 @@ class FrameReader:
     """
 
     def __init__(
-        self, recv_into: Callable[[memoryview], int | None], max_frame_bytes: int, *, drain: bool = False
+        self,
+        recv_into: Callable[[memoryview], int | None],
+        max_frame_bytes: int,
+        has_more: Callable[[], bool] | None = None,
     ) -> None:
+        """`has_more`: whether bytes have come that no wait for the stream will tell of."""
         self._recv_into = recv_into
         self._max_frame_bytes = max_frame_bytes
-        self._drain = drain
+        self._has_more = has_more
         self._memory = memoryview(bytearray(RECEIVE_BYTES))
         self._start = 0
         self._end = 0
@@ -109,7 +113,7 @@ class FrameReader:
     def read(self) -> list[Frame]:
         """The frames that have arrived in full; empty when the stream would block. EOFError at its end."""
         frames: list[Frame] = []
-        while not frames or self._drain:
+        while not frames or (self._has_more is not None and self._has_more()):
             if self._large is not None:
                 if not self._fill_large():
                     break

@@ -1,0 +1,169 @@
+"""Getting through to a peer: which transport, TLS, the introduction, and what each side compares. See [Note: nobody in between]."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from typing import Final
+
+from farstep.errors import AuthenticationError, InsecureTransport, ProtocolError, RpcTimeout
+from farstep.rpc import handshake
+from farstep.rpc.listener import keep_alive
+from farstep.rpc.membership import Card
+from farstep.rpc.options import HOW_TO_SET_A_SECRET
+from farstep.rpc.records import MacSocket
+from farstep.rpc.tls import Credentials, TlsSocket
+
+__all__ = ["Dialler", "Unreachable", "check_introduction", "fingerprint_met"]
+
+RETRY_S: Final = 0.05
+ENCRYPT_ALIKE: Final = "set dangerously_unencrypted_tcp to the same value on every worker, or on none"
+
+
+class Unreachable(Exception):
+    """Nobody answers there, or another worker than the one that is meant: it is gone."""
+
+
+class Dialler:
+    """Connects one worker to others. Any thread."""
+
+    def __init__(
+        self,
+        me: Card,
+        key: bytes,
+        credentials: Credentials | None,
+        heartbeat_s: float,
+        is_closed: Callable[[], bool],
+    ) -> None:
+        self._me = me
+        self._key = key
+        self._credentials = credentials
+        self._heartbeat_s = heartbeat_s
+        self._is_closed = is_closed
+
+    def check_reachable(self, peer: Card) -> None:
+        """InsecureTransport where there is no safe way to that worker."""
+        if self._shares_host(peer):
+            return
+        if self._me.host == peer.host and not self._key:
+            raise InsecureTransport(
+                f"worker {peer.name!r} listens on TCP only (transport='tcp'), and {self._me.name!r} has no shared secret "
+                f"for that: {HOW_TO_SET_A_SECRET}"
+            )
+        if not peer.tcp or not self._key:
+            raise InsecureTransport(
+                f"worker {peer.name!r} is on another host than {self._me.name!r} (or belongs to another user), and "
+                f"calls between hosts need a shared secret: {HOW_TO_SET_A_SECRET}"
+            )
+        if (peer.certificate is None) != (self._credentials is None):
+            plain, other = (peer, self._me) if peer.certificate is None else (self._me, peer)
+            raise InsecureTransport(
+                f"worker {plain.name!r} does not encrypt what it sends by TCP (dangerously_unencrypted_tcp), and "
+                f"{other.name!r} does: {ENCRYPT_ALIKE}"
+            )
+
+    def connect(self, peer: Card) -> socket.socket:
+        """A connection on which both have introduced themselves. A door that is too full is tried again.
+
+        Unreachable where the peer is gone. AuthenticationError, ProtocolError or RpcTimeout where somebody is there and the
+        handshake fails.
+        """
+        deadline = time.monotonic() + handshake.TIMEOUT_S
+        while True:
+            try:
+                return self._try(peer, deadline)
+            except ssl.SSLError as exc:
+                raise AuthenticationError(
+                    f"TLS with worker {peer.name!r} at {peer.tcp} failed: {exc}. Do both have certificates that the other's "
+                    f"authority (tls_ca) has signed and that are valid now, or neither?"
+                ) from exc
+            except (EOFError, ConnectionResetError, BlockingIOError) as exc:
+                error: Exception = exc.with_traceback(None)
+                if time.monotonic() + RETRY_S < deadline and not self._is_closed():
+                    time.sleep(RETRY_S)
+                    continue
+            except TimeoutError as exc:
+                if self._shares_host(peer):
+                    raise RpcTimeout(f"worker {peer.name!r} does not answer at its socket: {exc}") from exc
+                error = exc.with_traceback(None)
+            except OSError as exc:
+                error = exc.with_traceback(None)
+            raise Unreachable(f"it cannot be reached: {error}") from error
+
+    def _shares_host(self, peer: Card) -> bool:
+        return self._me.host == peer.host and peer.unix is not None
+
+    def _try(self, peer: Card, deadline: float) -> socket.socket:
+        sock: socket.socket
+        left = max(0.001, min(deadline - time.monotonic(), handshake.TIMEOUT_S))
+        if self._shares_host(peer):
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        else:
+            sock = socket.socket(socket.AF_INET6 if ":" in (peer.tcp or ("",))[0] else socket.AF_INET)
+            left = min(left, self._heartbeat_s)
+        try:
+            deadline = time.monotonic() + left
+            sock.settimeout(left)
+            sock.connect(peer.unix if sock.family == socket.AF_UNIX else peer.tcp)  # type: ignore[arg-type]
+            if sock.family == socket.AF_UNIX:
+                handshake.check_uid(sock)
+            else:
+                keep_alive(sock, self._heartbeat_s)
+                if self._credentials is not None:
+                    sock = TlsSocket(sock, self._credentials, listening=False)
+                    sock.do_handshake(deadline)
+            seen = fingerprint_met(sock)
+            met = handshake.dial(sock, self._key, self._me.to_json(), peer.to_json(), deadline, seen=seen)
+            self._compare(peer, met, seen)
+            if sock.family != socket.AF_UNIX and self._credentials is None:
+                sock = MacSocket(sock, met.frame_key)
+            return sock
+        except BaseException:
+            with contextlib.suppress(OSError):
+                sock.close()
+            raise
+
+    def _compare(self, peer: Card, met: handshake.Met, seen: str | None) -> None:
+        answered = Card.from_json(met.card)
+        if answered.incarnation != peer.incarnation:
+            raise ConnectionRefusedError("another worker has taken its place")
+        if answered != peer or (seen is not None and seen != answered.certificate):
+            raise AuthenticationError(_tampered(peer, self._me))
+        if met.seen is not None and (self._credentials is None or met.seen != self._credentials.fingerprint):
+            raise AuthenticationError(_tampered(peer, self._me))
+
+
+def fingerprint_met(sock: socket.socket) -> str | None:
+    """The fingerprint of the certificate at the other end; None where there was none to meet."""
+    return sock.peer_fingerprint if isinstance(sock, TlsSocket) else None
+
+
+def check_introduction(introduction: handshake.Introduction, me: Card, sock: socket.socket) -> Card:
+    """The card of a dialler, if it means this worker and nobody is in between. Answers it otherwise, and raises."""
+    try:
+        card, to = Card.from_json(introduction.card), Card.from_json(introduction.to)
+    except ProtocolError as exc:
+        introduction.refuse(str(exc))
+        raise
+    if to.incarnation != me.incarnation:
+        introduction.refuse("another worker has taken its place")
+        raise ProtocolError(f"worker {card.name!r} looks for {to.name!r}, which is not here any more")
+    met = fingerprint_met(sock)
+    if (
+        to != me
+        or (isinstance(sock, TlsSocket) and introduction.seen != me.certificate)
+        or (met is not None and met != card.certificate)
+    ):
+        introduction.refuse(_tampered(me, card), tampered=True)
+        raise AuthenticationError(_tampered(me, card))
+    return card
+
+
+def _tampered(listener: Card, dialler: Card) -> str:
+    return (
+        f"worker {dialler.name!r} dialled {listener.name!r} and met another certificate or card than {listener.name!r} has: somebody "
+        f"is in between, or has changed the rendezvous store. Nothing was sent. See who else can reach the store and the network"
+    )

@@ -1,0 +1,208 @@
+"""TLS 1.3 for every TCP connection: the certificates, and a socket that encrypts.
+
+With the user's certificates (`tls_cert`, `tls_key`, `tls_ca`) both sides check that the other's was signed by the authority. Without them each
+worker makes a self-signed one when it starts. Such a certificate proves nothing by itself: the challenge of handshake.py, which runs inside
+TLS and covers the fingerprints, says whose it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import ssl
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, Final
+
+from farstep.rpc.options import RpcOptions
+from farstep.rpc.records import RecordSocket
+
+__all__ = ["Credentials", "TlsSocket", "make_credentials"]
+
+TLS_RECORD_BYTES: Final = 16 << 10
+SEND_BYTES: Final = 7 * TLS_RECORD_BYTES
+"""Encrypted before each write. With TLS's own bytes it stays under 128 KiB, from where on malloc asks the kernel for each buffer anew."""
+
+RECEIVE_BYTES: Final = 256 << 10
+_DONTWAIT: Final = int(socket.MSG_DONTWAIT)
+_CLOCK_SKEW: Final = timedelta(days=1)
+_LIFETIME: Final = timedelta(days=3650)
+_PEM_END: Final = "-----END CERTIFICATE-----"
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """A worker's certificate, as it listens and as it dials."""
+
+    fingerprint: str
+    """SHA-256 of the certificate, in hexadecimal."""
+
+    listening: ssl.SSLContext
+    dialling: ssl.SSLContext
+
+
+def make_credentials(options: RpcOptions, worker: str) -> Credentials:
+    """Load the user's certificate, or make one. ValueError where the user's files can't be used."""
+    if options.tls_cert and options.tls_key and options.tls_ca:
+        return _load(options.tls_cert, options.tls_key, options.tls_ca)
+    return _make(worker)
+
+
+def _load(cert: str, key: str, ca: str) -> Credentials:
+    contexts = []
+    for listening in (True, False):
+        context = _context(listening)
+        try:
+            context.load_cert_chain(cert, key)
+            context.load_verify_locations(ca)
+        except (OSError, ssl.SSLError) as exc:
+            raise ValueError(
+                f"the certificate files cannot be used (tls_cert={cert!r}, its key in tls_key, tls_ca={ca!r}): {exc}"
+            ) from exc
+        context.verify_mode = ssl.CERT_REQUIRED
+        contexts.append(context)
+    first = Path(cert).read_text().partition(_PEM_END)[0]
+    pem = first[first.index("-----BEGIN CERTIFICATE-----") :] + _PEM_END
+    return Credentials(_fingerprint(ssl.PEM_cert_to_DER_cert(pem)), *contexts)
+
+
+def _make(worker: str) -> Credentials:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"farstep {worker}"[:64])])
+    now = datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _CLOCK_SKEW)
+        .not_valid_after(now + _LIFETIME)
+        .sign(key, hashes.SHA256())
+    )
+    pem = certificate.public_bytes(serialization.Encoding.PEM) + key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    contexts = []
+    fd = os.memfd_create("farstep-certificate", os.MFD_CLOEXEC)  # the key never touches a disk
+    try:
+        os.write(fd, pem)
+        for listening in (True, False):
+            context = _context(listening)
+            context.verify_mode = ssl.CERT_NONE  # who it is, the challenge inside tells
+            context.load_cert_chain(f"/proc/self/fd/{fd}")
+            contexts.append(context)
+    finally:
+        os.close(fd)
+    return Credentials(_fingerprint(certificate.public_bytes(serialization.Encoding.DER)), *contexts)
+
+
+def _context(listening: bool) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if listening else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False  # names and addresses are covered by the challenge
+    if listening:
+        context.num_tickets = 0  # nothing is ever sent to a dialler after the handshake
+    return context
+
+
+def _fingerprint(der: bytes) -> str:
+    return hashlib.sha256(der).hexdigest()
+
+
+class TlsSocket(RecordSocket):
+    """A TCP connection inside TLS 1.3.
+
+    The encryption is OpenSSL's, through memory, and the socket's own system calls stay as they are on a plain socket: large ones, and one
+    that waits. Ending it is cutting it: whoever reads a stream of frames knows where one ends.
+    """
+
+    def __init__(self, plain: socket.socket, credentials: Credentials, *, listening: bool) -> None:
+        super().__init__(plain)
+        self._incoming = ssl.MemoryBIO()
+        self._outgoing = ssl.MemoryBIO()
+        context = credentials.listening if listening else credentials.dialling
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=listening)
+        self._buffer = memoryview(b"")
+
+    def do_handshake(self, deadline: float) -> None:
+        """Agree on keys. ssl.SSLError, EOFError or OSError where that fails, TimeoutError where it takes too long."""
+        while True:
+            try:
+                self._tls.do_handshake()
+                self._flush(deadline)
+                return
+            except ssl.SSLWantReadError:
+                self._flush(deadline)
+            except ssl.SSLError:
+                self._flush(deadline)  # the alert, which tells the peer why
+                raise
+            self._wait_at_most(deadline)
+            data = socket.socket.recv(self, 65536)
+            if not data:
+                raise EOFError("the peer hung up before it had introduced itself")
+            self._incoming.write(data)
+
+    def _flush(self, deadline: float) -> None:
+        if self._outgoing.pending:
+            self._wait_at_most(deadline)
+            socket.socket.sendall(self, self._outgoing.read())
+
+    def _wait_at_most(self, deadline: float) -> None:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the peer did not finish the TLS handshake in time")
+        self.settimeout(left)
+
+    @property
+    def peer_fingerprint(self) -> str | None:
+        """That of the peer's certificate; None where it showed none, as diallers with a self-signed one do."""
+        der = self._tls.getpeercert(binary_form=True)
+        return None if der is None else _fingerprint(der)
+
+    def _seal(self, data: memoryview) -> tuple[Sequence[bytes | memoryview], int]:
+        write, done, length = self._tls.write, 0, min(len(data), SEND_BYTES)
+        while done < length:
+            done += write(data[done : min(done + TLS_RECORD_BYTES, length)])
+        return (self._outgoing.read(),), done
+
+    @property
+    def has_more(self) -> bool:
+        return self._incoming.pending > 0 or self._tls.pending() > 0
+
+    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
+        target = memoryview(buffer)
+        while True:
+            if self._incoming.pending or self._tls.pending():
+                try:
+                    return self._tls.read(len(target), target)  # type: ignore[return-value]
+                except ssl.SSLWantReadError:
+                    pass
+                except ssl.SSLZeroReturnError:
+                    return 0
+            if not self._buffer:
+                self._buffer = memoryview(bytearray(RECEIVE_BYTES))
+            count = self._receive(self._buffer, flags)
+            if count == 0:
+                return 0
+            self._incoming.write(self._buffer[:count])
+            flags |= _DONTWAIT  # one wait is enough: a peer that drips bytes must not hold the caller
+
+    def recv(self, bufsize: int, flags: int = 0) -> bytes:
+        """For the handshake, which takes a little at a time."""
+        data = bytearray(bufsize)
+        return bytes(data[: self.recv_into(memoryview(data), 0, flags)])
+
+    def sendall(self, data: Any, flags: int = 0) -> None:
+        """For the handshake, whose messages always have room."""
+        rest = memoryview(data)
+        while rest:
+            rest = rest[self.send(rest) :]
