@@ -212,3 +212,55 @@ def test_a_busy_peer_is_not_taken_for_a_lost_one(on_hosts: Callable[..., Group])
     group[1].cont()
     assert group[0].run(negate, "worker1", 10)
     assert group[0].run(lost) == []
+
+
+def negate_much(to: str, numel: int, timeout: float) -> bool:
+    x = torch.arange(float(numel))
+    return torch.equal(rpc.rpc_sync(to, torch.neg, args=(x,), timeout=timeout), -x)
+
+
+@pytest.mark.parametrize("unencrypted", [False, True], ids=["tls", "mac"])
+@pytest.mark.parametrize("back_and_forth", [True, False], ids=["both have called", "first call"])
+def test_a_peer_that_does_not_read_is_not_taken_for_a_lost_one(
+    on_hosts: Callable[..., Group], unencrypted: bool, back_and_forth: bool
+) -> None:
+    """64 MB for a process that is stopped fill its window; its kernel goes on answering for it."""
+    heartbeat_s = 1.0
+    group = on_hosts(
+        [0, 1, 0], secret=SECRET, heartbeat_s=heartbeat_s, dangerously_unencrypted_tcp=unencrypted
+    )
+    if back_and_forth:
+        assert group[0].run(negate, "worker1", 10)
+        assert group[1].run(negate, "worker0", 10)
+    group[1].stop()
+    pending = group[0].start(negate_much, "worker1", 16_000_000, 60.0)
+    time.sleep(4 * heartbeat_s)  # what must not happen would happen in this time
+    assert group[0].run(lost) == group[2].run(lost) == []
+    group[1].cont()
+    assert pending.result()
+    assert group[2].run(negate, "worker1", 10)
+    assert [worker.run(lost) for worker in group] == [[], [], []]
+
+
+def test_a_cable_that_is_pulled_while_much_is_sent_is_noticed_within_the_heartbeat(
+    hosts: Hosts, on_hosts: Callable[..., Group]
+) -> None:
+    heartbeat_s = 3.0
+    group = on_hosts([0, 1], secret=SECRET, heartbeat_s=heartbeat_s)
+    assert group[0].run(negate, "worker1", 10)
+    group[1].stop()  # so that it is still being sent when the cable is pulled
+    pending = group[0].start(wait_for_negation, "worker1")
+    time.sleep(1.0)
+    pulled_at = time.monotonic()
+    hosts.pull_the_cable()
+    name, failed_at = pending.result()
+    assert name == "worker1"
+    assert failed_at - pulled_at < heartbeat_s + 2.0
+
+
+def wait_for_negation(to: str) -> tuple[str, float]:
+    try:
+        negate_much(to, 16_000_000, 60.0)
+    except WorkerLost as exc:
+        return exc.worker, time.monotonic()
+    raise AssertionError("it returned")

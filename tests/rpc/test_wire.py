@@ -80,7 +80,7 @@ def read_all(
     data: bytes, counts: Iterable[int], *, limit: int = MAX_FRAME_BYTES, drain: bool = False
 ) -> tuple[list[Frame], Exception]:
     stream = Stream(data, counts)
-    reader = FrameReader(stream.recv_into, limit, drain=drain)
+    reader = FrameReader(stream.recv_into, limit, (lambda: True) if drain else None)
     frames: list[Frame] = []
     for _ in range(len(data) * 10 + 100):
         try:

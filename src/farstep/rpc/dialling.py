@@ -111,7 +111,7 @@ class Dialler:
             if sock.family == socket.AF_UNIX:
                 handshake.check_uid(sock)
             else:
-                keep_alive(sock, self._heartbeat_s)
+                keep_alive(sock, self._heartbeat_s, is_only_read=False)
                 if self._credentials is not None:
                     sock = TlsSocket(sock, self._credentials, listening=False)
                     sock.do_handshake(deadline)

@@ -253,7 +253,7 @@ class Links:
             raise
         over_tcp = sock.family != socket.AF_UNIX
         if over_tcp:
-            keep_alive(sock, self._agent.options.heartbeat_s)
+            keep_alive(sock, self._agent.options.heartbeat_s, is_only_read=True)
             if not isinstance(sock, TlsSocket):
                 sock = MacSocket(sock, frame_key)
         receiver = Receiver(sock, peer.id, self._agent.options.max_frame_bytes, self.spin_s)

@@ -232,10 +232,10 @@ def local_address(options: RpcOptions) -> str:
     return "127.0.0.1"
 
 
-def keep_alive(sock: socket.socket, heartbeat_s: float) -> None:
-    """Have the kernel notice a host that vanished while nothing is sent to it, within the heartbeat, however busy Python is.
+def keep_alive(sock: socket.socket, heartbeat_s: float, *, is_only_read: bool) -> None:
+    """Have the kernel notice a host that vanished, within the heartbeat, however busy Python is.
 
-    Not TCP_USER_TIMEOUT: it also ends the connection to a peer that is there and does not read. See [Note: noticing].
+    That of a connection on which this worker sends is noticed only while nothing is under way: see [Note: noticing].
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -243,3 +243,6 @@ def keep_alive(sock: socket.socket, heartbeat_s: float) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe_s)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_s)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(1, int(heartbeat_s / probe_s) - 1))
+    if is_only_read:  # the end of the handshake may be under way there, and nothing else
+        patience_ms = int(max(500.0, (heartbeat_s - probe_s) * 1000))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience_ms)
