@@ -215,7 +215,7 @@ class _Asked:
     def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
         try:
             return function(*args)
-        except (RuntimeError, OSError, ValueError) as exc:
+        except (RuntimeError, OSError, ValueError, LookupError) as exc:
             reason = (str(exc).splitlines() or [type(exc).__name__])[0][:MAX_REASON_CHARS]
             raise RpcError(
                 f"worker {self._worker!r} cannot use the rendezvous store ({function.__name__} of {str(args[0])[:80]!r}): {reason}. "

@@ -1,0 +1,153 @@
+"""Connections over TCP: records of TLS and of MACs, whole whatever the socket does, and peers that stop."""
+
+from __future__ import annotations
+
+import random
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from security.attackers import certified_options, make_certificates, tcp_options
+from support.workers import Group
+
+from farstep import rpc
+from farstep.errors import ProtocolError, RpcTimeout
+from farstep.rpc import RpcOptions
+from farstep.rpc.records import MacSocket, RecordSocket
+from farstep.rpc.tls import TlsSocket, make_credentials
+
+KINDS = ["tls", "mac"]
+
+
+def tcp_pair(buffer_bytes: int) -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        one = socket.create_connection(listening.getsockname())
+        other, _ = listening.accept()
+    for sock, which in ((one, socket.SO_SNDBUF), (other, socket.SO_RCVBUF)):
+        sock.setsockopt(socket.SOL_SOCKET, which, buffer_bytes)
+    return one, other
+
+
+def record_pair(kind: str, buffer_bytes: int = 8192) -> tuple[RecordSocket, RecordSocket]:
+    """Who dialled, and who listened; after the handshake, not blocking."""
+    one, other = tcp_pair(buffer_bytes)
+    if kind == "mac":
+        return MacSocket(one, b"k" * 32), MacSocket(other, b"k" * 32)
+    credentials = make_credentials(tcp_options(), "worker")
+    dialler = TlsSocket(one, credentials, listening=False)
+    listener = TlsSocket(other, credentials, listening=True)
+    deadline = time.monotonic() + 20
+    thread = threading.Thread(target=listener.do_handshake, args=(deadline,), daemon=True)
+    thread.start()
+    dialler.do_handshake(deadline)
+    thread.join(20)
+    assert dialler.peer_fingerprint == credentials.fingerprint
+    return dialler, listener
+
+
+@pytest.fixture(params=KINDS)
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[RecordSocket, RecordSocket]]:
+    pair = record_pair(request.param)
+    for sock in pair:
+        sock.setblocking(False)
+    yield pair
+    for sock in pair:
+        sock.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_sent_arrives_whatever_the_sizes(pair: tuple[RecordSocket, RecordSocket], seed: int) -> None:
+    """Both ends at random, with small socket buffers: writes that do not fit, reads of a few bytes."""
+    sender, receiver = pair
+    choose = random.Random(seed)
+    sent = choose.randbytes(choose.choice((1, 1000, 70_000, 1_500_000)))
+    rest = memoryview(sent)
+    begun = 0
+    got = bytearray()
+    target = bytearray()  # the same memory until something came: the reader's promise
+    while len(got) < len(sent):
+        if rest and choose.random() < 0.7:
+            if not begun:
+                begun = len(rest[: choose.choice((1, 100, 20_000, len(rest)))])
+            try:
+                rest = rest[sender.send(bytes(rest[:begun])) :]  # a copy: the same bytes, lying elsewhere
+                begun = 0
+            except BlockingIOError:
+                pass  # again with the same bytes
+        if not target:
+            target = bytearray(choose.choice((1, 30, 5000, 300_000)))
+        try:
+            count = receiver.recv_into(memoryview(target))
+        except BlockingIOError:
+            if not receiver.has_more:
+                select.select([receiver], [sender] if rest else [], [], 0.01)
+            continue
+        assert count
+        got += target[:count]
+        target = bytearray()
+    assert bytes(got) == sent
+    assert not receiver.has_more
+
+
+def test_the_end_of_the_stream_is_told(pair: tuple[RecordSocket, RecordSocket]) -> None:
+    sender, receiver = pair
+    sender.send(b"last words")
+    sender.close()
+    select.select([receiver], [], [], 5)
+    target = bytearray(100)
+    assert receiver.recv_into(memoryview(target)) == 10
+    select.select([receiver], [], [], 5)
+    assert receiver.recv_into(memoryview(target)) == 0
+
+
+@pytest.mark.parametrize("length", [0, (256 << 10) + 1, 2**32 - 1])
+def test_a_record_of_a_length_that_cannot_be(length: int) -> None:
+    one, other = tcp_pair(8192)
+    receiver = MacSocket(other, b"k" * 32)
+    one.sendall(length.to_bytes(4, "little") + bytes(16))
+    with pytest.raises(ProtocolError, match="claims"):
+        receiver.recv_into(memoryview(bytearray(100)))
+    one.close()
+    receiver.close()
+
+
+# -- peers that stop
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
+
+
+def negate(to: str, numel: int, timeout: float) -> str:
+    try:
+        x = torch.ones(numel)
+        assert torch.equal(rpc.rpc_sync(to, torch.neg, args=(x,), timeout=timeout), -x)
+        return "done"
+    except RpcTimeout:
+        return "timeout"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["tls", "certified", "mac"])
+def test_a_stopped_peer_over_tcp_gets_whole_frames_afterwards(
+    workers: Callable[..., Group], certificates: Path, how: str
+) -> None:
+    options: dict[str, Any] = {"transport": "tcp", "secret": "a secret among friends", "host": "127.0.0.1"}
+    if how == "certified":
+        files: RpcOptions = certified_options(certificates)
+        options |= {"tls_cert": files.tls_cert, "tls_key": files.tls_key, "tls_ca": files.tls_ca}
+    group = workers(2, dangerously_unencrypted_tcp=how == "mac", **options)
+    assert group[0].run(negate, "worker1", 10, 20.0) == "done"
+    group[1].stop()
+    for numel in (3_000_000, 3_000_000, 10, 100_000, 10):
+        assert group[0].run(negate, "worker1", numel, 0.2) == "timeout"
+    group[1].cont()
+    for numel in (10, 3_000_000, 10):
+        assert group[0].run(negate, "worker1", numel, 20.0) == "done"
