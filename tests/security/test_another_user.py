@@ -69,8 +69,8 @@ def test_a_worker_does_not_speak_to_a_socket_of_another_user(tmp_path: Path) -> 
     path = place / "s"
     script = (
         "sock = socket.socket(socket.AF_UNIX); sock.bind(sys.argv[1] + 't'); sock.listen(); os.rename(sys.argv[1] + 't', sys.argv[1])\n"
-        "sock.settimeout(20); peer, _ = sock.accept(); peer.settimeout(20); peer.sendall(b'farstep\\x02' + bytes(32))\n"
-        "try:\n    sys.exit(7 if peer.recv(100) == b'' else 1)\nexcept ConnectionError:\n    sys.exit(7)\n"
+        "sock.settimeout(20); peer, _ = sock.accept(); peer.settimeout(20)\n"
+        "try:\n    peer.sendall(b'farstep\\x02' + bytes(32))\n    sys.exit(7 if peer.recv(100) == b'' else 1)\nexcept ConnectionError:\n    sys.exit(7)\n"
     )
     command = [sys._base_executable, "-I", "-c", AS_NOBODY + script, str(path)]  # type: ignore[attr-defined]
     with subprocess.Popen(command) as theirs:
