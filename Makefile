@@ -6,7 +6,7 @@ BIN    := .venv/bin
 DEV    := .venv/.installed
 PEERS  := .venv/.installed-peers
 
-.PHONY: help demo test test-unit test-slow test-conformance conformance lint format bench bench-checkpoints bench-peers clean
+.PHONY: help demo test test-unit test-slow test-conformance conformance lint format bench bench-checkpoints bench-tcp bench-peers clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -43,6 +43,9 @@ bench: $(DEV) ## measure against torch's RPC, write bench/RESULTS.md
 
 bench-checkpoints: $(DEV) ## measure saving and loading, write bench/CHECKPOINTS.md
 	$(BIN)/python -m bench --checkpoints $(ARGS)
+
+bench-tcp: $(DEV) ## measure calls over TCP, encrypted, beside torch's, write bench/TCP.md
+	$(BIN)/python -m bench.tcp $(ARGS)
 
 bench-peers: $(PEERS) ## the same, with gRPC and Ray as further columns
 	$(BIN)/python -m bench --peers $(ARGS)

@@ -97,9 +97,8 @@ def quiet(log: str) -> None:
 def join(seat: Seat) -> ModuleType:
     rpc = importlib.import_module(seat.module)
     remote.use(rpc)
-    options = rpc.TensorPipeRpcBackendOptions(
-        init_method=seat.init_method, rpc_timeout=RPC_TIMEOUT_S, **seat.options
-    )
+    make = rpc.RpcOptions if "transport" in seat.options else rpc.TensorPipeRpcBackendOptions
+    options = make(init_method=seat.init_method, rpc_timeout=RPC_TIMEOUT_S, **seat.options)
     name = seat.name_of(seat.rank)
     rpc.init_rpc(name, rank=seat.rank, world_size=seat.world_size, rpc_backend_options=options)
     return rpc
