@@ -25,6 +25,7 @@ from typing import Final
 from farstep.errors import ProtocolError, RpcTimeout
 from farstep.rpc.bundle import Rider, bundle
 from farstep.rpc.memory import Bytes
+from farstep.rpc.receive_pool import ReceivePool
 from farstep.rpc.records import RecordSocket
 from farstep.rpc.wire import Frame, FrameReader
 
@@ -216,7 +217,9 @@ class Stalled(RpcTimeout):
 class Receiver:
     """Reads frames from a connection that a peer dialled."""
 
-    def __init__(self, sock: socket.socket, peer_id: int, max_frame_bytes: int, spin_s: float) -> None:
+    def __init__(
+        self, sock: socket.socket, peer_id: int, max_frame_bytes: int, spin_s: float, pool: ReceivePool
+    ) -> None:
         self.sock = sock
         self.fd = sock.fileno()
         self.peer_id = peer_id
@@ -233,7 +236,7 @@ class Receiver:
         self._poll.register(sock, select.POLLIN | select.POLLRDHUP)
         recv = self._recv_with_fds if sock.family == socket.AF_UNIX else self._recv
         has_more = (lambda: sock.has_more) if isinstance(sock, RecordSocket) else None
-        self._reader = FrameReader(recv, max_frame_bytes, has_more)
+        self._reader = FrameReader(recv, max_frame_bytes, has_more, pool.take)
         # The socket blocks for up to BLOCK_S where a caller waits, and is told not to elsewhere.
         sock.setblocking(True)
         self._flags = _DONTWAIT

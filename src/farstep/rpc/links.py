@@ -36,6 +36,7 @@ from farstep.rpc.gather import Gatherings
 from farstep.rpc.listener import Listener, keep_alive
 from farstep.rpc.membership import Card, Roster, WorkerInfo, host_key
 from farstep.rpc.peer import Attempt, Peer, PeerState, SelfPeer
+from farstep.rpc.receive_pool import ReceivePool
 from farstep.rpc.records import MacSocket
 from farstep.rpc.shm import Lender, SharedBudget
 from farstep.rpc.tls import TlsSocket, make_credentials
@@ -66,6 +67,7 @@ class Links:
         if uses_tcp and not options.dangerously_unencrypted_tcp:
             credentials = make_credentials(options, agent.info.name)
         self._budget = SharedBudget(options.shared_memory_bytes)
+        self._receive_pool = ReceivePool()
         self._lock = threading.Lock()
         self._by_id: dict[int, Peer] = {}
         self._by_name: dict[str, Peer] = {}
@@ -256,7 +258,9 @@ class Links:
             keep_alive(sock, self._agent.options.heartbeat_s, is_only_read=True)
             if not isinstance(sock, TlsSocket):
                 sock = MacSocket(sock, frame_key)
-        receiver = Receiver(sock, peer.id, self._agent.options.max_frame_bytes, self.spin_s)
+        receiver = Receiver(
+            sock, peer.id, self._agent.options.max_frame_bytes, self.spin_s, self._receive_pool
+        )
         peer.receiver = receiver
         self._agent.reactor.watch(receiver.fd, lambda: self._agent.inbox.on_readable(peer, receiver))
         if peer.state is not PeerState.PRESENT or self._closed:

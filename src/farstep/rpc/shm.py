@@ -25,7 +25,7 @@ import torch
 from farstep.errors import ProtocolError
 from farstep.rpc.tensors import Outgoing
 
-__all__ = ["Borrower", "Lender", "SharedBudget"]
+__all__ = ["Borrower", "Lender", "SharedBudget", "size_class"]
 
 MAX_NEW_PER_FRAME: Final = 200
 """A frame carries at most 253 file descriptors (Linux's SCM_MAX_FD)."""
@@ -97,7 +97,7 @@ class Lender:
 
     def lend(self, tensor: Outgoing) -> tuple[Segment, bool] | None:
         """A segment that holds the tensor, and whether it is new. None where the budget is used up."""
-        size = _size_class(tensor.nbytes)
+        size = size_class(tensor.nbytes)
         with self._lock:
             if self._closed:
                 return None
@@ -180,7 +180,7 @@ class Lender:
             self._budget.give(segment.size)
 
 
-def _size_class(nbytes: int) -> int:
+def size_class(nbytes: int) -> int:
     """Round up to a quarter of the power of two below, in whole pages, so that near sizes share segments."""
     step = max(mmap.PAGESIZE, 1 << max(nbytes.bit_length() - 3, 0))
     return -(-nbytes // step) * step

@@ -181,13 +181,9 @@ class TlsSocket(RecordSocket):
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
         target = memoryview(buffer)
         while True:
-            if self._incoming.pending or self._tls.pending():
-                try:
-                    return self._tls.read(len(target), target)  # type: ignore[return-value]
-                except ssl.SSLWantReadError:
-                    pass
-                except ssl.SSLZeroReturnError:
-                    return 0
+            count = self._decrypt(target)
+            if count is not None:
+                return count
             if not self._buffer:
                 self._buffer = memoryview(bytearray(RECEIVE_BYTES))
             count = self._receive(self._buffer, flags)
@@ -195,6 +191,18 @@ class TlsSocket(RecordSocket):
                 return 0
             self._incoming.write(self._buffer[:count])
             flags |= _DONTWAIT  # one wait is enough: a peer that drips bytes must not hold the caller
+
+    def _decrypt(self, target: memoryview) -> int | None:
+        """As many whole records as have come and fit. None where there is none, 0 at the end."""
+        read, done, length = self._tls.read, 0, len(target)
+        try:
+            while done < length and (self._incoming.pending or self._tls.pending()):
+                done += read(length - done, target[done:])  # type: ignore[operator]
+        except ssl.SSLWantReadError:
+            pass
+        except ssl.SSLZeroReturnError:
+            return done
+        return done or None
 
     def recv(self, bufsize: int, flags: int = 0) -> bytes:
         """For the handshake, which takes a little at a time."""

@@ -84,6 +84,10 @@ def frame_bytes(
     return head + struct.pack(f"<{count}Q", *buffer_lengths) + meta
 
 
+def _fresh(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
 class FrameReader:
     """Cuts a stream into frames. `recv_into(view)` returns a count, 0 at the end, or None when it would block.
 
@@ -95,11 +99,13 @@ class FrameReader:
         recv_into: Callable[[memoryview], int | None],
         max_frame_bytes: int,
         has_more: Callable[[], bool] | None = None,
+        take: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
-        """`has_more`: whether bytes have come that no wait for the stream will tell of."""
+        """`has_more`: whether bytes have come that no wait for the stream will tell of. `take`: memory for a large buffer."""
         self._recv_into = recv_into
         self._max_frame_bytes = max_frame_bytes
         self._has_more = has_more
+        self._take = take or _fresh
         self._memory = memoryview(bytearray(RECEIVE_BYTES))
         self._start = 0
         self._end = 0
@@ -196,7 +202,7 @@ class FrameReader:
         raise ProtocolError(f"a frame claims {count} buffers, the limit is {MAX_BUFFERS}")
 
     def _begin_large(self, frame: Frame, body_at: int, meta_length: int, lengths: Sequence[int]) -> None:
-        large = _LargeFrame(frame, meta_length, lengths)
+        large = _LargeFrame(frame, meta_length, lengths, self._take)
         self._start = body_at + large.take(self._memory[body_at : self._end])
         self._large = None if large.is_full else large
 
@@ -218,14 +224,16 @@ class FrameReader:
 class _LargeFrame:
     """A frame whose parts are received where they will stay."""
 
-    def __init__(self, frame: Frame, meta_length: int, lengths: Sequence[int]) -> None:
+    def __init__(
+        self, frame: Frame, meta_length: int, lengths: Sequence[int], take: Callable[[int], torch.Tensor]
+    ) -> None:
         self.frame = frame
         meta = bytearray(meta_length)
         frame.meta = meta
         self._views = [memoryview(meta)]
         for length in lengths:
             if length >= OWN_MEMORY_BYTES:
-                tensor = torch.empty(length, dtype=torch.uint8)
+                tensor = take(length)
                 frame.buffers.append(tensor)
                 self._views.append(bytes_of(tensor))
             else:
