@@ -97,7 +97,9 @@ def _tell_from_a_child(rank: int) -> int:
 
 def test_a_child_cannot_tell():
     heard = []
-    found = run_local(_tell_from_a_child, 1, timeout_s=PATIENCE_S, on_message=lambda *each: heard.append(each))
+    found = run_local(
+        _tell_from_a_child, 1, timeout_s=PATIENCE_S, on_message=lambda *each: heard.append(each)
+    )
     assert (found, heard) == ([3], [])
 
 

@@ -53,9 +53,13 @@ class LocalDisk(Storage):
 
     def names(self) -> list[str]:
         """Pipes and whatever else is no directory count, too."""
+        return [entry.name for entry in self._entries() if not _is_directory(entry)]
+
+    def _entries(self) -> list[os.DirEntry[str]]:
         if not self.path.is_dir():
             return []
-        return [entry.name for entry in os.scandir(self.path) if not entry.is_dir()]
+        with os.scandir(self.path) as entries:
+            return list(entries)
 
     def create(self, name: str, nbytes: int) -> NewFile:
         return _NewFile(self._within(name), nbytes)
@@ -135,7 +139,7 @@ class LocalDisk(Storage):
         return found
 
     def directories(self) -> list[str]:
-        return [entry.name for entry in os.scandir(self.path) if entry.is_dir()] if self.path.is_dir() else []
+        return [entry.name for entry in self._entries() if _is_directory(entry)]
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -235,6 +239,13 @@ class DiskFile(StoredFile):
             file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
+
+
+def _is_directory(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False  # a link that leads to itself
 
 
 def _unlink(name: str, directory: int) -> None:
