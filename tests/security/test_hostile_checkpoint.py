@@ -97,7 +97,7 @@ def test_nothing_is_written_through_a_link(tmp_path, writer, leads_to):
     target.symlink_to(elsewhere)
     _source(target)
     before = contents(tmp_path)
-    with pytest.raises(CheckpointError, match="symbolic link.*give the path that it leads to"):
+    with pytest.raises(CheckpointError, match=r"symbolic link.*give the path that it leads to"):
         WRITERS[writer](target)
     assert contents(tmp_path) == before
 
@@ -149,11 +149,14 @@ def test_links_under_the_names_that_a_save_uses(tmp_path, monkeypatch):
                 each.unlink()
 
     class Late(LocalDisk):  # after what is left of other saves has been removed
+        plant = staticmethod(os.symlink)
+
         def create(self, name, nbytes):
-            make(mine, self.path / name)
+            self.plant(mine, self.path / name)
             return super().create(name, nbytes)
 
     for make in (os.symlink, os.link):
+        Late.plant = staticmethod(make)
         with pytest.raises(StorageFailed, match="exists"):
             checkpoint.save(one(9), Late(target))
         assert mine.read_text() == "mine"
@@ -412,17 +415,37 @@ def _private(tmp_path: Path) -> Path:
     return path
 
 
+def _sealed(found: dict) -> bytes:
+    """A manifest with a checksum that is right, as whoever writes a hostile one would."""
+    text = json.dumps(found).encode()
+    return b'{"xxh3_128": "%s", "manifest": ' % xxhash.xxh3_128_hexdigest(text).encode() + text + b"}\n"
+
+
+def _manifest_in(path: Path) -> dict:
+    return json.loads((path / MANIFEST).read_bytes())["manifest"]
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_numbers_that_json_does_not_have(tmp_path, number):
+    """What is accepted can be written again."""
+    checkpoint.save({**one(1), "x": 0.125}, tmp_path)
+    data = (
+        _sealed(_manifest_in(tmp_path)).partition(b'"manifest": ')[2][:-2].replace(b"0.125", number.encode())
+    )
+    assert number.encode() in data
+    seal = xxhash.xxh3_128_hexdigest(data).encode()
+    (tmp_path / MANIFEST).write_bytes(b'{"xxh3_128": "%s", "manifest": ' % seal + data + b"}\n")
+    with pytest.raises(DamagedCheckpoint, match="no JSON"):
+        checkpoint.read(tmp_path)
+
+
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_names_that_lead_out(tmp_path, name):
     path = _private(tmp_path)
     checkpoint.save(one(1), tmp_path / "saved")
-    head, _, body = (tmp_path / "saved" / MANIFEST).read_bytes().partition(b'"manifest": ')
-    found = json.loads(body[:-2])
+    found = _manifest_in(tmp_path / "saved")
     found["files"]["names"] = [name]
-    text = json.dumps(found).encode()
-    (path / MANIFEST).write_bytes(
-        b'{"xxh3_128": "%s", "manifest": ' % xxhash.xxh3_128_hexdigest(text).encode() + text + b"}\n"
-    )
+    (path / MANIFEST).write_bytes(_sealed(found))
     with pytest.raises(DamagedCheckpoint, match="names the file"):
         checkpoint.read(path)
     assert verify(path)
