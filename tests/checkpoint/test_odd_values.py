@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LinearLR, MultiStepLR, SequentialLR
 from farstep import checkpoint
 from farstep.checkpoint import saving
 from farstep.errors import CheckpointError
+from farstep.state.same import same
 
 
 class Kind(int, enum.Enum):
@@ -170,3 +171,22 @@ def test_an_object_gets_the_classes_that_it_has(tmp_path):
     assert found["pair"] == Pair(1, 2)
     assert [type(each) for each in found.values()] == [Counter, OrderedDict, defaultdict, Pair]
     assert type(checkpoint.read(tmp_path)["k"]["counter"]) is dict
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.complex64])
+def test_one_element_with_a_stride_of_its_own(tmp_path, dtype):
+    """A slice of a larger tensor. It counts as contiguous, and its bytes lie in a row, but its stride is not 1."""
+    taken = torch.arange(6).to(dtype)[::3][1:]
+    assert taken.is_contiguous()
+    assert taken.stride() == (3,)
+    state = {"a": taken, "n": torch.full((6,), float("nan"))[::3][1:], "b": taken.reshape(1, 1)}
+    checkpoint.save(state, tmp_path)
+    found = {
+        "a": torch.zeros(6, dtype=dtype)[::3][1:],
+        "n": torch.zeros(1),
+        "b": torch.zeros(1, 1, dtype=dtype),
+    }
+    checkpoint.load(found, tmp_path)
+    assert torch.equal(found["a"], taken)
+    assert torch.equal(found["b"], taken.reshape(1, 1))
+    assert same(state["n"], found["n"])

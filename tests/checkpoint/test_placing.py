@@ -9,7 +9,6 @@ import fsspec
 import pytest
 import torch
 
-from checkpoint.test_convert import TARGETS, by_itself
 from farstep.checkpoint import CheckpointManager, convert, placing, read, save
 from farstep.checkpoint.storage import storage_of
 from farstep.checkpoint.tools import reshard
@@ -182,19 +181,6 @@ def test_a_file_system_that_cannot_exchange(tmp_path, monkeypatch):
     convert(tmp_path / "new", tmp_path / "x", to="dcp", overwrite=True)
     assert read(tmp_path / "x")["w"][0] == 2
     assert sorted(os.listdir(tmp_path)) == ["new", "old", "x"]
-
-
-@pytest.mark.parametrize("kind", list(TARGETS))
-def test_a_link_leads_to_what_is_replaced(tmp_path, kind):
-    save(one(1), tmp_path / "old")
-    save(one(2), tmp_path / "new")
-    real, link = tmp_path / "real" / TARGETS[kind], tmp_path / TARGETS[kind]
-    convert(tmp_path / "old", real, to=kind)
-    os.symlink(real, link)
-    convert(tmp_path / "new", link, to=kind, overwrite=True)
-    assert by_itself(real, kind)["w"][0] == 2
-    assert link.is_symlink()
-    assert os.listdir(real.parent) == [real.name]
 
 
 @pytest.mark.parametrize("how", ["reshard", "convert"])

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from farstep.checkpoint.archives import Range, check_archive, loaded
 from farstep.checkpoint.dcp import check_extent, collected_values
-from farstep.checkpoint.local_disk import LocalDisk
+from farstep.checkpoint.local_disk import DiskFile, LocalDisk
 from farstep.checkpoint.manifest import TensorInfo
+from farstep.checkpoint.no_links import file_to_read
 from farstep.checkpoint.pickles import Refused
 from farstep.checkpoint.sources import Source, StoredTensor, format_of, source_of
 from farstep.checkpoint.storage import Buffer, Storage
@@ -149,19 +152,18 @@ def content_of_state(state: Any) -> Content:
 
 
 def _of_torch(storage: LocalDisk) -> Content:
-    path = storage.path
-    size = path.stat().st_size
+    file = DiskFile(file_to_read(storage.path, is_users=True))
     try:
-        if is_zip := zipfile.is_zipfile(path):
-            file = LocalDisk(path.parent).open(path.name)
-            try:
-                check_archive(Range(file, 0, size))
-            finally:
-                file.close()
-        value = loaded(path, mmap=is_zip)  # files of torch before 1.6 are no zips, and read whole
-        check_extent(value, size)
+        source = Range(file, 0, os.fstat(file.fileno()).st_size)
+        if is_zip := zipfile.is_zipfile(source):
+            check_archive(source)
+        # By the descriptor: what has been checked is loaded, whatever may be called so by now. Files of torch before 1.6 are no zips, and read whole.
+        value = loaded(Path(f"/proc/self/fd/{file.fileno()}"), mmap=is_zip)
+        check_extent(value, source.seek(0, os.SEEK_END))
     except Refused as exc:
         raise CheckpointError(f"{storage} is refused: {exc}") from None
+    finally:
+        file.close()
     if not isinstance(value, Mapping):
         raise CheckpointError(f"{storage} has a {type(value).__name__}, and no dict of what is saved")
     content = content_of_state(value)

@@ -7,13 +7,13 @@ import errno
 import fcntl
 import os
 import shutil
-import stat
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from farstep.checkpoint.no_links import directory_to_write, file_to_read, refuse_link
 from farstep.checkpoint.storage import (
     MOST_READ_BYTES,
     Buffer,
@@ -23,17 +23,20 @@ from farstep.checkpoint.storage import (
     check_size,
     name_aside,
 )
-from farstep.errors import CheckpointBusy, DamagedCheckpoint
+from farstep.errors import CheckpointBusy
 
-__all__ = ["LocalDisk", "sync_directory"]
+__all__ = ["DiskFile", "LocalDisk", "sync_directory"]
 
 _WRITEBACK_BYTES = 32 << 20
 """After so much has been written the kernel is told to begin putting it on the disk, so that the sync at the end has little left."""
 _MOST_BUFFERS = 512
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _SYNC_FILE_RANGE_WRITE = 2
 
 
 class LocalDisk(Storage):
+    """Does not write through links, nor read through any within the directory. See [Note: links]."""
+
     request_bytes = 1 << 20  # what was read is still in the cache when it is hashed
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -42,50 +45,80 @@ class LocalDisk(Storage):
         self.threads = max(1, min(4, os.cpu_count() or 1))
 
     def prepare(self) -> None:
+        refuse_link(self.path)
         missing = [each for each in (self.path, *self.path.parents) if not each.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
         for each in missing:
             sync_directory(each.parent)
 
     def names(self) -> list[str]:
+        """Pipes and whatever else is no directory count, too."""
+        return [entry.name for entry in self._entries() if not _is_directory(entry)]
+
+    def _entries(self) -> list[os.DirEntry[str]]:
         if not self.path.is_dir():
             return []
-        return [entry.name for entry in os.scandir(self.path) if entry.is_file()]
+        with os.scandir(self.path) as entries:
+            return list(entries)
 
     def create(self, name: str, nbytes: int) -> NewFile:
-        return _NewFile(self.path / name, nbytes)
+        return _NewFile(self._within(name), nbytes)
 
     def open(self, name: str) -> StoredFile:
-        return _StoredFile(self.path / name)
+        return DiskFile(self._opened(name))
+
+    def _opened(self, name: str) -> int:
+        return file_to_read(self._within(name))
+
+    def _within(self, name: str) -> Path:
+        if os.path.basename(name) != name or name in ("", ".", ".."):
+            raise ValueError(f"{name!r} is not the name of a file in {self.path}")
+        return self.path / name
 
     def read(self, name: str, most: int = MOST_READ_BYTES) -> bytes:
-        with open(_opened(self.path / name), "rb") as file:
+        with open(self._opened(name), "rb") as file:
             nbytes = os.fstat(file.fileno()).st_size
             check_size(str(self.path / name), nbytes, most)
             return file.read(nbytes)
 
     def replace(self, name: str, data: bytes) -> None:
-        new = self.path / name_aside(name)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
-            with open(os.open(new, flags, 0o644), "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            sync_directory(self.path)  # so that the files it names are there if it is
-            os.replace(new, self.path / name)
-        except BaseException:
-            new.unlink(missing_ok=True)
-            raise
-        sync_directory(self.path)
+        new, name = name_aside(name), self._within(name).name
+        with self._writing() as here:
+            try:
+                with open(os.open(new, _NEW, 0o644, dir_fd=here), "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.fsync(here)  # so that the files it names are there if it is
+                os.replace(new, name, src_dir_fd=here, dst_dir_fd=here)
+            except BaseException:
+                _unlink(new, here)
+                raise
+            os.fsync(here)
 
     def delete(self, names: Iterable[str]) -> None:
-        for name in names:
-            (self.path / name).unlink(missing_ok=True)
+        names = list(names)
+        if not names:
+            return
+        try:
+            with self._writing() as here:
+                for name in names:
+                    _unlink(self._within(name).name, here)
+        except FileNotFoundError:
+            pass  # there is no directory
+
+    @contextmanager
+    def _writing(self) -> Iterator[int]:
+        """This directory, whatever else may be called so meanwhile."""
+        here = directory_to_write(self.path)
+        try:
+            yield here
+        finally:
+            os.close(here)
 
     @contextmanager
     def sole_writer(self) -> Iterator[None]:
-        lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        lock = directory_to_write(self.path)
         _locks.add(lock)
         try:
             try:
@@ -106,7 +139,7 @@ class LocalDisk(Storage):
         return found
 
     def directories(self) -> list[str]:
-        return [entry.name for entry in os.scandir(self.path) if entry.is_dir()] if self.path.is_dir() else []
+        return [entry.name for entry in self._entries() if _is_directory(entry)]
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -126,10 +159,14 @@ class LocalDisk(Storage):
 
 class _NewFile(NewFile):
     def __init__(self, path: Path, nbytes: int) -> None:
-        self._path = path
-        self._file = os.open(
-            path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644
-        )
+        self._name = path.name
+        self._directory, self._file = directory_to_write(path.parent), -1
+        try:
+            self._file = os.open(self._name, _NEW, 0o644, dir_fd=self._directory)
+        except OSError as exc:
+            self._close()
+            exc.filename = str(path)
+            raise
         self._written = self._begun = 0
         # Not posix_fallocate: in a tmpfs it fills all pages with zeros first, which takes as long as writing them.
         disk = os.fstatvfs(self._file)
@@ -159,26 +196,34 @@ class _NewFile(NewFile):
                 buffers[0] = buffers[0].cast("B")[done:]
 
     def finish(self) -> None:
-        try:
-            os.fsync(self._file)
-        finally:
-            file, self._file = self._file, -1
-            os.close(file)
+        os.fsync(self._file)
+        self._close()
 
     def abandon(self) -> None:
         try:
-            if self._file >= 0:
-                os.close(self._file)
-            self._path.unlink(missing_ok=True)
+            if self._directory >= 0:
+                _unlink(self._name, self._directory)
+            self._close()
         except OSError:
             pass  # the next save cleans up
-        self._file = -1
+
+    def _close(self) -> None:
+        descriptors = self._file, self._directory
+        self._file = self._directory = -1
+        for each in descriptors:
+            if each >= 0:
+                os.close(each)
 
 
-class _StoredFile(StoredFile):
-    def __init__(self, path: Path) -> None:
-        self._file = _opened(path)
+class DiskFile(StoredFile):
+    """Of a descriptor, which is its own from now on."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
         self._lock = threading.Lock()
+
+    def fileno(self) -> int:
+        return self._file
 
     def read_into(self, offset: int, buffer: Buffer) -> int:
         done = os.preadv(self._file, [buffer], offset)
@@ -196,15 +241,19 @@ class _StoredFile(StoredFile):
             os.close(file)
 
 
-def _opened(path: Path) -> int:
-    """For reading. What is no file is refused: opening a pipe would wait for ever, and reading a device would not end."""
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if stat.S_ISREG(os.fstat(file).st_mode):
-        return file
-    os.close(file)
-    raise DamagedCheckpoint(
-        f"{path} is a directory, a pipe or a device, and not a file that was saved. Load another checkpoint"
-    )
+def _is_directory(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False  # a link that leads to itself
+
+
+def _unlink(name: str, directory: int) -> None:
+    """If it is there. A link goes, and not what it leads to."""
+    try:
+        os.unlink(name, dir_fd=directory)
+    except FileNotFoundError:
+        pass
 
 
 _locks: set[int] = set()

@@ -15,6 +15,7 @@ from farstep.checkpoint.filling import Report
 from farstep.checkpoint.handle import SaveHandle, settle
 from farstep.checkpoint.listing import named
 from farstep.checkpoint.loading import load, manifest_of
+from farstep.checkpoint.local_disk import LocalDisk
 from farstep.checkpoint.manifest import MANIFEST, Manifest, is_ours
 from farstep.checkpoint.ranks import Ranks
 from farstep.checkpoint.retention import Retention
@@ -55,7 +56,7 @@ class CheckpointManager:
     Each checkpoint is a directory of its own, `step_000000100`, which `load` and the command line read as any other. When a new one is whole, those go
     that are kept for no reason: the last `keep_last`, the `keep_best` whose metric is the least (`best="min"`) or greatest, and those whose step is a
     multiple of `keep_every`. With no reason given all are kept. The newest stays in any case, and the one that was just saved. A directory that is not called so, and a file that no save
-    writes, are never touched; a checkpoint that is damaged, by its manifest or because `resume` has found it so, counts for nothing and is left for you to look at.
+    writes, are never touched. A step that is a symbolic link is loaded, and never removed or written through; a checkpoint that is damaged, by its manifest or because `resume` has found it so, counts for nothing and is left for you to look at.
 
     `metric` is a number, or a mapping of several, of which `monitor` names the one that counts. What is not finite is no metric. Of ranks that give different ones the first's counts,
     and a warning says so.
@@ -177,10 +178,9 @@ class CheckpointManager:
                 RuntimeWarning,
                 stacklevel=4,
             )
-        for step in sorted(metrics.keys() - self._retention.kept(metrics) - {saved}):
-            self._remove(step)
-        for step in unfinished:
-            if step != saved:
+        passed = sorted(metrics.keys() - self._retention.kept(metrics))
+        for step in [*passed, *unfinished]:
+            if step != saved and not _is_link(self._storage.at(_name(step))):
                 self._remove(step)
 
     def _whole(self, steps: list[int]) -> dict[int, float | None]:
@@ -329,6 +329,11 @@ class CheckpointManager:
         except DamagedCheckpoint:
             self._damaged.add(step)
             raise
+
+
+def _is_link(storage: Storage) -> bool:
+    """What is elsewhere is not this manager's to remove."""
+    return isinstance(storage, LocalDisk) and storage.path.is_symlink()
 
 
 def _name(step: int) -> str:

@@ -246,7 +246,7 @@ class Manifest:
             )
         try:
             with no_collector():
-                return _checked(json.loads(bytes(body)))
+                return _checked(json.loads(bytes(body), parse_float=_finite, parse_constant=_finite))
         except (_Bad, LayoutError, CheckpointError) as exc:
             raise DamagedCheckpoint(f"{where}: {MANIFEST} is not valid: {exc}") from None
         except (ValueError, RecursionError) as exc:
@@ -462,6 +462,14 @@ def _numbers(found: Any, what: str) -> Ints:
     if len(column) and (int(column.min()) < 0 or int(column.max()) >= 1 << 62):
         raise _Bad(f"{what} has a number that is negative or too large")
     return column
+
+
+def _finite(text: str) -> float:
+    """What is not is written as text, see tree.py. JSON has no word for it, and Python's reader takes three, and numbers that are too large."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"it has the number {text[:20]}")
+    return value
 
 
 def _is_count(value: Any) -> bool:

@@ -19,6 +19,6 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def bytes_of(tensor: Tensor) -> Buffer:
-    """The memory of such a tensor."""
-    data: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    """The memory of such a tensor. One element lies row by row whatever its stride says, and only `as_strided` makes that 1."""
+    data: Any = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
     return memoryview(data)

@@ -21,6 +21,7 @@ from farstep.checkpoint.dcp_metadata import METADATA
 from farstep.checkpoint.huggingface import INDEX
 from farstep.checkpoint.local_disk import LocalDisk, sync_directory
 from farstep.checkpoint.manifest import MANIFEST, is_ours
+from farstep.checkpoint.no_links import refuse_link
 from farstep.checkpoint.sources import format_of
 from farstep.checkpoint.storage import Storage, local_path, storage_of
 from farstep.errors import CheckpointError, NoCheckpoint
@@ -66,18 +67,19 @@ def aside(
             with _remote(storage_of(target, options), overwrite) as (storage, taken):
                 yield storage, None, taken
         return
-    local = Path(os.path.realpath(local))
+    local = Path(os.path.abspath(local))
+    local = Path(os.path.realpath(local.parent)) / local.name
     _check_there(target, local, is_file, overwrite)
     parent = LocalDisk(local.parent)
     parent.prepare()
-    made = local.with_name(f".{local.name}.{secrets.token_hex(4)}.tmp")
+    made = local.with_name(f".{local.name}.{secrets.token_hex(8)}.tmp")
     try:
         if is_file:
             yield parent, made.name, set()
         else:
-            storage = LocalDisk(made)
-            storage.prepare()
-            yield storage, None, set()
+            made.mkdir()  # it is new
+            yield LocalDisk(made), None, set()
+            sync_directory(made)
         _check_there(target, local, is_file, overwrite)  # it may be there since
         _move(made, local)
     except BaseException:
@@ -98,6 +100,7 @@ def exists(where: Any) -> CheckpointError:
 
 
 def _check_there(target: Any, local: Path, is_file: bool, overwrite: bool) -> None:
+    refuse_link(local)
     if not local.exists():
         return
     if not overwrite and not (local.is_dir() and not any(local.iterdir())):

@@ -28,7 +28,7 @@ from farstep.checkpoint.storage import (
 )
 from farstep.errors import CheckpointError, StorageFailed
 
-__all__ = ["RemoteStorage"]
+__all__ = ["RemoteStorage", "is_plain_url"]
 
 _CALL_TIMEOUT_S = 300.0
 """One request, with all tries of it."""
@@ -40,6 +40,7 @@ _AHEAD_BYTES = 8 << 20
 _NEAR_BYTES = 64 << 10
 """A read that begins so near to the end of the one before goes on with it."""
 _WITHOUT_DIRECTORIES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "oss", "http", "https", "memory"}  # fmt: skip
+_WITH_DIRECTORIES = {"sftp", "ssh", "hdfs", "webhdfs", "smb", "ftp", "dbfs", "lakefs"}
 _S3 = {
     "connect_timeout": 10,
     "read_timeout": 60,
@@ -190,6 +191,11 @@ class RemoteStorage(Storage):
 
     def __str__(self) -> str:
         return self.url
+
+
+def is_plain_url(url: str) -> bool:
+    """Whether it is of a storage that is reached over a network, and of nothing else: fsspec also has URLs that are made of others, and of templates that are run."""
+    return "::" not in url and url.partition("://")[0] in _WITHOUT_DIRECTORIES | _WITH_DIRECTORIES
 
 
 def _has_rename(files: Any) -> bool:

@@ -1,8 +1,9 @@
 """What an owner does for a checkpoint of another worker: the functions that its messages name.
 
-[Note: what a caller may do] An owner writes into the directory that it is told, and there only files that are called as a save's data files are;
-it reads what a manifest in that directory names, which is beside it. What it saves and fills are values that the caller has references of. A worker
-with `trusted` set allows none of it, unless `farstep.checkpoint.rpc_calls` is in there.
+[Note: what a caller may do] An owner writes into the directory that it is told, which must be there, and in it new files only, which are called as a save's data files are;
+it reads what a manifest in that directory names, which is beside it. It follows no links in either. What it saves and fills are values that the caller has references of. A worker
+with `trusted` set allows none of it, unless `farstep.checkpoint.rpc_calls` is in there. Even then it takes paths, and URLs of storages, but none of fsspec's URLs that
+are made of others or of templates, which run more than they reach.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from farstep.checkpoint.filling import Filling
 from farstep.checkpoint.manifest import Manifest
 from farstep.checkpoint.ranks import Ranks
 from farstep.checkpoint.reading import read_into, reads_for
+from farstep.checkpoint.remote import is_plain_url
 from farstep.checkpoint.renaming import Rename
 from farstep.checkpoint.sources import reading, source_of
 from farstep.checkpoint.staging import give_back, spare_staging
-from farstep.checkpoint.storage import Storage, storage_of
+from farstep.checkpoint.storage import Storage, local_path, storage_of
 from farstep.checkpoint.stored_values import read_values
 from farstep.checkpoint.tree import decode
 from farstep.checkpoint.writing import Part, Progress, Write, shared_out, write_part
@@ -70,14 +72,16 @@ class Staged:
             writes[number] = moved
         self.writes: list[Write] | None = writes
 
-    def taken(self) -> list[Write]:
+    # Private, so that a caller whom only some names are trusted cannot call them: memory that is given back twice would be another's, too.
+
+    def _taken(self) -> list[Write]:
         """What is to be written, once."""
         writes, self.writes = self.writes, None
         if writes is None:
             raise CheckpointError("this copy has been written already")
         return writes
 
-    def end(self) -> None:
+    def _end(self) -> None:
         give_back(self._spare)
 
 
@@ -94,11 +98,11 @@ def write_staged(
     """As `write`, of what has been copied."""
     storage = _storage_for(target, save, number, count)
     this = _local(staged, Staged)
-    writes = this.taken()
+    writes = this._taken()
     with _told_of("saving into", storage):
         part = write_part(storage, save, number, count, writes, _within(timeout_s))
     del writes
-    this.end()
+    this._end()
     return this.nodes, this.kinds, _columns(part)
 
 
@@ -250,6 +254,11 @@ def _checked(target: Target) -> Target:
     path, options = target
     if type(path) is not str or not path or type(options) is not dict:
         raise CheckpointError("a checkpoint is at a path or URL")
+    agent = current_agent()
+    if not agent.trust.is_open and local_path(path) is None and not is_plain_url(path):
+        raise CheckpointError(
+            f"worker {agent.info.name!r} trusts some names alone, and does not open {path[:200]!r}: for others it takes paths, and URLs such as s3://"
+        )
     return path, options
 
 

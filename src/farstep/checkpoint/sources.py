@@ -18,6 +18,7 @@ from farstep.checkpoint.dcp import METADATA, open_dcp
 from farstep.checkpoint.huggingface import INDEX, open_safetensors
 from farstep.checkpoint.local_disk import LocalDisk
 from farstep.checkpoint.manifest import MANIFEST, Manifest, is_ours
+from farstep.checkpoint.no_links import file_to_read
 from farstep.checkpoint.ranks import Ranks
 from farstep.checkpoint.reading import Files, Read, Reader, Wanted, planned, read_into, reads_for
 from farstep.checkpoint.storage import Storage
@@ -154,11 +155,14 @@ def source_of(storage: Storage, verify: bool = True) -> tuple[Storage, Manifest]
 
 
 class _OneFile(LocalDisk):
-    """The directory of a file that is a checkpoint by itself; called as that."""
+    """The directory of a file that is a checkpoint by itself; called as that. The file may be a link: the user gave its path."""
 
     def __init__(self, file: Path) -> None:
         super().__init__(file.parent)
         self._file = file
+
+    def _opened(self, name: str) -> int:
+        return file_to_read(self._file, is_users=True) if name == self._file.name else super()._opened(name)
 
     def __str__(self) -> str:
         return str(self._file)

@@ -78,7 +78,7 @@ class Storage(ABC):
 
     @abstractmethod
     def create(self, name: str, nbytes: int) -> NewFile:
-        """A new file of so many bytes, in place of any other of that name."""
+        """A new file of so many bytes. Names are new with each save: a local disk raises FileExistsError if there is one, others put it in its place."""
 
     @abstractmethod
     def open(self, name: str) -> StoredFile:

@@ -31,6 +31,7 @@ import torch
 
 from farstep import rpc
 from farstep.errors import NotInitialized, RemoteError, RemoteTraceback, RpcTimeout, WorkerLost
+from farstep.rpc.forked import end_child
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -82,7 +83,7 @@ def tell(message: Any) -> None:
     """In a worker of `run_local`: send something to the `on_message` of the process that started it."""
     if _to_parent is None:
         raise NotInitialized(
-            "tell() has nobody to tell: this process was not started by farstep.launch.run_local"
+            "tell() has nobody to tell: this process was not started by farstep.launch.run_local, or was forked by one that was"
         )
     _to_parent.send("message", message)
 
@@ -363,11 +364,19 @@ def _fork_server() -> multiprocessing.context.ForkServerContext:
 
 
 class _ToParent:
-    """A worker's end of its pipe. Plain pickle: what a worker returns must not point into its memory."""
+    """A worker's end of its pipe. Plain pickle: what a worker returns must not point into its memory.
+
+    Only the worker itself has it. A child that it forks closes its copy: else that would keep the pipe open when the worker is gone.
+    """
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self._lock = threading.Lock()
+        self.is_forked = False
+
+    def close_in_child(self) -> None:
+        self.is_forked = True
+        self._pipe.close()
 
     def send(self, kind: str, body: Any) -> None:
         data = pickle.dumps((kind, body))
@@ -384,6 +393,16 @@ class _ToParent:
 
 
 _to_parent: _ToParent | None = None
+
+
+def _forget_in_child() -> None:
+    global _to_parent
+    if _to_parent is not None:
+        _to_parent.close_in_child()
+        _to_parent = None
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def _load(worker: str, data: bytes) -> tuple[str, Any]:
@@ -428,10 +447,14 @@ def _work(job: _Job, pipe: Connection) -> None:
     try:
         _join_group(job)
         value = job.fn(job.rank, *job.args)
+        if report.is_forked:
+            end_child(None)
         rpc.shutdown()
     except KeyboardInterrupt:
         os._exit(130)  # the parent has it too, and tells the user
     except BaseException as exc:
+        if report.is_forked:
+            end_child(exc)
         report.send_error(job.name, exc)
         with contextlib.suppress(Exception):
             rpc.shutdown(graceful=False)  # say goodbye; the others must not wait for this one

@@ -35,14 +35,15 @@ def join_group(
     if world_size is not None and not 0 <= rank < world_size:
         raise ValueError(f"rank must be between 0 and {world_size - 1}, not {rank}")
     agent = Agent(WorkerInfo(name, rank), options)
+    _live.add(agent)  # before it is called, which may be before this worker has heard that all have joined
     try:
         agent.links.join(store, world_size, options.init_deadline_s)
     except BaseException:
         agent.close()
+        _live.discard(agent)
         raise
     if options.switch_interval_s is not None:
         sys.setswitchinterval(options.switch_interval_s)
-    _live.add(agent)
     return agent
 
 
@@ -132,6 +133,7 @@ def _forget_in_child() -> None:
     current.serving.set(None)
     for agent in list(_live):
         agent.closed = True
+        agent.reactor.is_forked = True
         agent.links.after_fork()
     _live.clear()
 

@@ -28,6 +28,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
+from farstep.rpc.forked import end_child
+
 __all__ = ["Job", "Reactor", "current_depth"]
 
 TICK_S: Final = 0.001
@@ -94,6 +96,8 @@ class Reactor:
         self._watchers = 0
         self._called = False
         self._closed = False
+        self.is_forked = False
+        """In a child that this process forked: the epoll and all that it waits for are the parent's."""
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # Edge-triggered and never read: every write wakes one more thread.
         self._epoll.register(self._wake_fd, select.EPOLLIN | select.EPOLLET)
@@ -243,6 +247,8 @@ class Reactor:
                 job()
             except BaseException:
                 log.exception("worker %r: a job failed unexpectedly", self._name)
+            if self.is_forked:
+                end_child(None)
             job = found = None  # type: ignore[assignment]  # an idle thread must not keep a call's objects alive
             _local.depth = 0
             _local.drainer = None

@@ -20,6 +20,7 @@ from farstep.errors import (
     WorkerLost,
 )
 from farstep.rpc.calls import without_frames
+from farstep.rpc.forked import end_child
 from farstep.rpc.message import EMPTY, Message
 from farstep.rpc.payload import Packed, pack
 from farstep.rpc.trust import Trust
@@ -78,6 +79,8 @@ class Service:
                     f"{type(result).__name__}"
                 )
         except BaseException as exc:
+            if self._agent.reactor.is_forked:
+                end_child(exc)
             log.warning(
                 "worker %r: %s, called by %r, failed: %s: %s",
                 self._agent.info.name,
@@ -88,6 +91,8 @@ class Service:
             )
             self._conclude(message, kept, None, exc)
             return
+        if self._agent.reactor.is_forked:
+            end_child(None)
         if is_async:
             result.add_done_callback(partial(self._conclude_future, message, kept))
         else:

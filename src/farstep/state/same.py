@@ -70,7 +70,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     """NaNs are equal in their bits alone."""
     if not (a.is_floating_point() or a.is_complex()):
         return False
-    x, y = (each.contiguous().reshape(-1).view(torch.uint8) for each in (a, b))
+    x, y = (each.contiguous().as_strided((each.numel(),), (1,)).view(torch.uint8) for each in (a, b))
     return torch.equal(x, y)
 
 

@@ -312,7 +312,9 @@ class Traffic:
             or (device is not None and view.device != device)
         ):
             return None
-        return view.view(-1).view(torch.uint8)
+        return view.as_strided((view.numel(),), (1,)).view(
+            torch.uint8
+        )  # of one element the stride may be any
 
     def _regions(self, each: _Begun) -> Iterator[tuple[Tensor, Tensor]]:
         """The regions of a packed message: in the rank's tensors, and in the message."""
