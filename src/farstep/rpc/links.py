@@ -36,6 +36,7 @@ from farstep.rpc.listener import Listener, keep_alive
 from farstep.rpc.membership import Card, Roster, WorkerInfo, host_key
 from farstep.rpc.options import HOW_TO_SET_A_SECRET
 from farstep.rpc.peer import Attempt, Peer, PeerState, SelfPeer
+from farstep.rpc.schema import MAX_REASON_CHARS
 from farstep.rpc.shm import Lender, SharedBudget
 from farstep.rpc.wire import Kind
 
@@ -436,7 +437,7 @@ class Links:
 
     def _spread(self, lost: Peer, reason: str) -> None:
         """See [Note: noticing]."""
-        head = (lost.name, lost.card.incarnation, reason)
+        head = (lost.name, lost.card.incarnation, reason[:MAX_REASON_CHARS])
         for peer in self.peers():
             if not peer.is_self and peer.state is PeerState.PRESENT and not self._closed:
                 try:
