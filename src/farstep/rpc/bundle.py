@@ -89,7 +89,8 @@ def unbundle(frame: Frame, open_trust: bool) -> list[Rider]:
             raise ProtocolError("a bundle with something in it that is no message")
         kind, call_id, depth, head, body = rider
         if type(kind) is not int or kind not in MAY_RIDE:
-            raise ProtocolError("a bundle with a message in it that may not be there")
+            shown = kind if type(kind) is int and 0 <= kind < 256 else "unknown"
+            raise ProtocolError(f"a bundle with a message of kind {shown} in it")
         if (
             type(call_id) is not int
             or type(depth) is not int
