@@ -7,9 +7,14 @@ import os
 import pickle
 import struct
 import subprocess
+import threading
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,10 +22,10 @@ import torch.distributed as dist
 from support.workers import eventually
 
 from farstep import rpc
-from farstep.errors import RpcError, Untrusted
+from farstep.errors import RpcError, Untrusted, WorkerLost
 from farstep.rpc import Agent, RpcOptions
 from farstep.rpc.group import join_group
-from farstep.rpc.payload import unpack
+from farstep.rpc.payload import pack, unpack
 from farstep.rpc.trust import Trust
 from farstep.rpc.wire import Kind, frame_bytes
 from security.members import PATIENCE_S, inject
@@ -50,6 +55,7 @@ def unpack_with(trusted: tuple[str, ...], data: bytes) -> Any:
     return unpack(data, (), [], [], Trust(trusted))
 
 
+INDICES = op_call(op_global("farstep.rpc.payload", "_tensor"), b"K\x01")
 EXECUTE = op_string("__import__('os').environ.__setitem__('FARSTEP_TEST_ESCAPED', '1')")
 HERE = __name__
 TRUSTED = (HERE,)
@@ -263,3 +269,319 @@ def test_an_error_that_is_not_trusted_arrives_as_remote_error(narrow: list[Agent
 
 def raise_foreign() -> None:
     raise subprocess.TimeoutExpired("cmd", 3)
+
+
+# -- small pickles, large costs
+
+
+BILLIONS = op_call(
+    op_global("builtins", "range"), b"K\x00", b"J" + struct.pack("<i", 2_000_000_000), b"K\x01"
+)
+TWO_GB = b"\x8a\x05" + (2**31).to_bytes(5, "little")
+DEEP = b")" + b"\x85" * 300_000
+DOUBLED = b")" + b"".join(b"\x94h" + bytes([i]) + b"\x86" for i in range(60))
+
+
+class Bytes(bytes):
+    """A subclass of a trusted module."""
+
+
+class List(list[Any]):
+    """Another."""
+
+
+class MyTensor(torch.Tensor):
+    """Another."""
+
+
+class Frozen(NamedTuple):
+    inside: Any
+
+
+COSTLY = {
+    "a list of billions": op_call(op_global("builtins", "list"), BILLIONS),
+    "a tuple of billions": op_call(op_global("builtins", "tuple"), BILLIONS),
+    "a set of billions": op_call(op_global("builtins", "set"), BILLIONS),
+    "a frozenset of billions": op_call(op_global("builtins", "frozenset"), BILLIONS),
+    "a deque of billions": op_call(op_global("collections", "deque"), BILLIONS),
+    "an OrderedDict of billions": op_call(op_global("collections", "OrderedDict"), BILLIONS),
+    "a defaultdict of billions": op_call(op_global("collections", "defaultdict"), b"N", BILLIONS),
+    "a Size of billions": op_call(op_global("torch", "Size"), BILLIONS),
+    "a bytearray of gigabytes": op_call(op_global("builtins", "bytearray"), TWO_GB),
+    "bytes of gigabytes": op_call(op_global("builtins", "bytes"), TWO_GB),
+    "bytes of a trusted class": op_call(op_global(HERE, "Bytes"), TWO_GB),
+    "bytes of a trusted class, by __new__": op_global(HERE, "Bytes") + TWO_GB + b"\x85\x81",
+    "a list of a trusted class": op_call(op_global(HERE, "List"), BILLIONS),
+    "the text of billions": op_call(
+        op_global("builtins", "str"), op_call(op_global("builtins", "list"), BILLIONS)
+    ),
+    "a number of a long text": op_call(op_global("builtins", "int"), op_string("9" * 4000)),
+    "a list by __new__": op_global("builtins", "bytearray") + TWO_GB + b"\x85\x81",
+    "a place in the memo": b"Nr" + struct.pack("<I", 2**31),
+    "a bytearray that is not there": b"\x96" + struct.pack("<Q", 2**40),
+    "bytes that are not there": b"\x8e" + struct.pack("<Q", 2**40),
+    "a text that is not there": b"\x8d" + struct.pack("<Q", 2**40),
+    "a deep key": b"}" + DEEP + b"Ns",
+    "a deep member of a set": b"\x8f(" + DEEP + b"\x90",
+    "a deep member of a frozenset": b"(" + DEEP + b"\x91",
+    "a deep key inside a trusted class": b"}" + op_call(op_global(HERE, "Frozen"), DEEP) + b"Ns",
+    "a doubled key": b"}" + DOUBLED + b"Ns",
+    "a doubled key inside a trusted class": b"}" + op_call(op_global(HERE, "Frozen"), DOUBLED) + b"Ns",
+    "something deep": DEEP,
+    "something doubled": DOUBLED,
+    "doubled lists": b"]" + b"".join(b"\x94](h" + bytes([i]) + b"h" + bytes([i]) + b"e" for i in range(60)),
+    "keys of one hash": b"}("
+    + b"".join(b"\x8a\x0b" + (i * (2**61 - 1)).to_bytes(11, "little") + b"N" for i in range(5000))
+    + b"u",
+    "arguments that are deep": op_call(op_global(HERE, "allowed_function"), DEEP),
+}
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_a_small_message_has_no_large_cost(name: str) -> None:
+    with pytest.raises((Untrusted, ValueError)) as caught:
+        unpack_with(TRUSTED, body(COSTLY[name]))
+    assert len(str(caught.value)) < 1000
+
+
+def test_what_is_filled_after_it_was_put_somewhere_is_measured_too() -> None:
+    """Lists that are put into one another from the outside in: each was shallow when it was put there."""
+    lists = b"".join(b"]\x940" for _ in range(200))
+    chain = b"".join(
+        b"h" + bytes([i]) + b"(h" + bytes([i + 1]) + b"h" + bytes([i + 1]) + b"e0" for i in range(199)
+    )
+    with pytest.raises(ValueError, match="stands for far too many"):
+        unpack_with(TRUSTED, body(lists + chain + b"h\x00"))
+
+
+@pytest.mark.parametrize("args", [(range(2_000_000_000),), (2**31,)], ids=["range", "number"])
+@pytest.mark.parametrize("kind", [list, bytearray, bytes, tuple, set, torch.Size])
+def test_what_any_message_may_name_is_not_called_by_name(
+    narrow: list[Agent], kind: Any, args: tuple[Any, ...]
+) -> None:
+    with pytest.raises(Untrusted, match=r"RpcOptions\.trusted"):
+        narrow[0].call_sync("worker1", kind, args, {}, PATIENCE_S)
+    rref = narrow[0].remote("worker1", kind, args, {}, PATIENCE_S)
+    with pytest.raises(Untrusted, match=r"RpcOptions\.trusted"):
+        rref.to_here()
+
+
+# -- memory
+
+
+def with_tensor(*opcodes: bytes) -> bytes:
+    return op_call(op_global("farstep.rpc.payload", "_tensor"), b"K\x00") + b"".join(opcodes)
+
+
+BEYOND = {
+    "the state of a tensor": with_tensor(
+        b"(" + op_call(op_global("farstep.rpc.payload", "_tensor"), b"K\x00"), b"K\x00(M\x00\x10t(K\x01ttb"
+    ),
+    "attributes of a tensor": with_tensor(b"}" + op_string("requires_grad") + b"\x88sb"),
+    "a tensor by its class": op_call(op_global(HERE, "MyTensor"), b"M\x00\x10"),
+    "a tensor by __new__ of its class": op_global(HERE, "MyTensor") + b"M\x00\x10\x85\x81",
+    "a tensor beyond those that came": op_call(op_global("farstep.rpc.payload", "_tensor"), b"K\x05"),
+    "a tensor before those that came": op_call(op_global("farstep.rpc.payload", "_tensor"), b"J\xff\xff\xff\xff"),
+    "a method of a tensor": op_call(
+        op_call(op_global("farstep.rpc.payload", "_method"), with_tensor(), op_string("resize_")), b"M\x00\x10"
+    ),
+    "a sparse tensor of lists": op_call(
+        op_global("farstep.rpc.payload", "_sparse_coo"), b"]", b"]", b"(K\x05t", b"\x89", b"\x89"
+    ),
+    "a sparse tensor with indices beyond its shape": op_call(
+        op_global("farstep.rpc.payload", "_sparse_coo"), with_tensor(b"0" + INDICES), with_tensor(), b"(K\x01t", b"\x89", b"\x89"
+    ),
+    "a compressed tensor of a deep layout": op_call(
+        op_global("farstep.rpc.payload", "_sparse_compressed"), *[with_tensor()] * 3, b"(K\x01K\x01t", DEEP, b"\x89"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("trusted", [TRUSTED, (HERE, "torch")], ids=["narrow", "all of torch"])
+@pytest.mark.parametrize("name", BEYOND)
+def test_no_message_reaches_memory_beyond_what_it_brought(name: str, trusted: tuple[str, ...]) -> None:
+    if trusted != TRUSTED and "method" in name:
+        pytest.skip("who trusts all of torch trusts its methods")
+    tensors = [torch.ones(4), torch.full((1, 4), 1 << 40, dtype=torch.int64)]
+    with pytest.raises((Untrusted, ValueError, IndexError, RuntimeError)):
+        unpack(body(BEYOND[name]), (), tensors, [], Trust(trusted))
+    assert torch.equal(tensors[0], torch.ones(4))
+    assert not tensors[0].requires_grad
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        op_global("builtins", "ValueError"),
+        op_global(HERE, "Allowed"),
+        op_global(HERE, "allowed_function"),
+        b"]",
+        op_call(op_global("farstep.rpc.membership", "WorkerInfo"), op_string("x"), b"K\x00"),
+    ],
+    ids=["a built-in class", "a trusted class", "a trusted function", "a list", "a worker's info"],
+)
+def test_no_state_but_that_of_trusted_objects_is_set(target: bytes) -> None:
+    with pytest.raises((Untrusted, ValueError)):
+        unpack_with(TRUSTED, body(target + b"}" + op_string("value") + b"K\x07sb"))
+    assert not hasattr(Allowed, "value")
+
+
+# -- what does arrive
+
+
+class Color(Enum):
+    RED = "red"
+
+
+@dataclass(frozen=True)
+class Place:
+    at: tuple[int, ...]
+
+
+class Slotted:
+    __slots__ = ("a", "b")
+
+    def __init__(self) -> None:
+        self.a, self.b = 1, [2]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Slotted) and (self.a, self.b) == (other.a, other.b)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def ring() -> list[Any]:
+    made: list[Any] = list(range(2500))
+    made.insert(0, (made,))
+    return made
+
+
+def noted() -> Exception:
+    error = KeyError("x", 5)
+    error.add_note("a note")
+    return error
+
+
+HONEST = {
+    "atoms": (0, -1, 2**600, 1.5, float("inf"), True, None, "ä\udc80", "x" * 300, b"y" * 300, bytearray(b"z" * 9), 1j),
+    "containers": ([1, [2]], (), (1,), (1, 2, 3, 4), {"a": {1: {None: (2,)}}}, {3, "x"}, frozenset({(1, 2), "y"})),
+    "collections": (
+        OrderedDict(a=1, b=[2]), defaultdict(list, {1: [2]}), deque([1, 2], maxlen=5), deque([3]),
+        timedelta(1, 2, 3), range(0, 10**12, 7), slice(1, None, 2),
+    ),
+    "torch": (torch.Size([1, 2]), torch.device("cpu"), torch.float16, {torch.float32: 1, torch.Size([3]): 2}),
+    "keys": {(1, (2, "x")): 1, Color.RED: 2, Place((1, 2)): 3, frozenset({1}): 4, 2.5: 5, b"z": 6, None: 7, int: 8},
+    "many keys": {(i, str(i)): i for i in range(3000)} | {i * 0.5: i for i in range(3000)},
+    "many members": set(range(5000)),
+    "classes": (int, Allowed, ValueError, allowed_function, Color.RED, Place((5,)), Slotted(), Frozen([1])),
+    "subclasses": (Bytes(b"abc"), List([1, 2, [3]])),
+    "shared": [[1] * 100] * 1000,
+}  # fmt: skip
+
+
+def nested(levels: int) -> Any:
+    made: Any = ()
+    for _ in range(levels):
+        made = [(made,)]
+    return made
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_what_python_s_pickler_writes_arrives(name: str) -> None:
+    packed = pack((HONEST[name], nested(40)))
+    assert unpack(packed.body, (), packed.tensors, [], Trust(TRUSTED))[1] == (HONEST[name], nested(40))
+
+
+def test_what_refers_to_itself_arrives() -> None:
+    packed = pack((ring(),))
+    (made,) = unpack(packed.body, (), [], [], Trust(TRUSTED))[1]
+    assert made[0][0] is made
+    assert made[1:] == ring()[1:]
+
+
+def test_exceptions_arrive_with_their_notes() -> None:
+    packed = pack((noted(), OSError(2, "no", "file"), ExceptionGroup("two", [ValueError(1), noted()])))
+    key, os_error, group = unpack(packed.body, (), [], [], Trust(TRUSTED))[1]
+    assert (key.args, key.__notes__) == (("x", 5), ["a note"])
+    assert (os_error.errno, os_error.filename) == (2, "file")
+    assert [type(e) for e in group.exceptions] == [ValueError, KeyError]
+
+
+# -- exceptions as a way in
+
+
+def reply_with(narrow: list[Agent], head: Any, content: bytes) -> BaseException:
+    """What a caller gets for a call that its callee answers with this."""
+    caller, callee = narrow[0], narrow[1]
+    answered = threading.Event()
+    service = callee.service
+    callee.call_sync("worker0", allowed_function, (1,), {}, PATIENCE_S)  # so that it has a connection
+
+    def lie(message: Any, *_: Any) -> None:
+        if not answered.is_set():
+            answered.set()
+            meta = pickle.dumps((head, content, (), (), (), None), 5)
+            inject(callee, "worker0", frame_bytes(Kind.ERROR, message.call_id, meta))
+            callee.tally.serve()
+
+    before = service._conclude
+    service._conclude = lie  # type: ignore[method-assign]
+    try:
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            caller.call_sync("worker1", allowed_function, (1,), {}, PATIENCE_S)
+    finally:
+        service._conclude = before  # type: ignore[method-assign]
+    return caught.value
+
+
+def leave() -> None:
+    raise SystemExit(3)
+
+
+WAYS_IN = {
+    "SystemExit": op_call(op_global("builtins", "SystemExit"), b"K\x03"),
+    "KeyboardInterrupt": op_call(op_global("builtins", "KeyboardInterrupt")),
+    "a call of a trusted function that ends the process": op_call(op_global(HERE, "leave")),
+    "a call of what is not trusted": op_call(op_global("os", "_exit"), b"K\x03"),
+    "a call of farstep's own": op_call(op_global("farstep.rpc.gather", "_missing_here"), op_string("x"), b"K\x00"),
+    "another class by its state": op_call(op_global("builtins", "ValueError"))
+    + b"}" + op_string("__class__") + op_global("builtins", "KeyError") + b"sb",
+    "a cause by its state": op_call(op_global("builtins", "ValueError"))
+    + b"}" + op_string("__cause__") + op_call(op_global("builtins", "KeyError")) + b"sb",
+    "no exception": op_string("text"),
+    "something deep": DEEP,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WAYS_IN)
+def test_an_exception_is_no_way_in(name: str) -> None:
+    with rpc.local_agents(2, RpcOptions(trusted=TRUSTED)) as agents:
+        error = reply_with(agents, ("Oops", "text", "worker1", "trace"), body(WAYS_IN[name]))
+        assert type(error) is rpc.RemoteError
+        assert "Oops" in str(error)
+        assert agents[0].call_sync("worker1", allowed_function, (1,), {}, PATIENCE_S) == 1
+
+
+@pytest.mark.parametrize(
+    "head",
+    [None, ("a", "b", "c"), ("a", 5, "c", "d"), ("a", "b", "c", "d" * ((1 << 20) + 1)), ["a", "b", "c", "d"]],
+    ids=["nothing", "three", "a number", "a huge traceback", "a list"],
+)
+def test_an_error_of_the_wrong_shape_costs_its_sender(head: Any) -> None:
+    with rpc.local_agents(3, RpcOptions(trusted=TRUSTED)) as agents:
+        assert agents[0].call_sync("worker2", allowed_function, (1,), {}, PATIENCE_S) == 1
+        error = reply_with(agents, head, body(op_call(op_global("builtins", "ValueError"))))
+        assert isinstance(error, WorkerLost)
+        assert error.worker == "worker1"
+        assert agents[0].call_sync("worker2", allowed_function, (1,), {}, PATIENCE_S) == 1
+
+
+def raise_at_length() -> None:
+    raise ValueError("x" * 5_000_000 + "the end")
+
+
+def test_a_long_exception_is_cut_by_its_sender(narrow: list[Agent]) -> None:
+    with pytest.raises(ValueError, match="the end") as caught:
+        narrow[0].call_sync("worker1", raise_at_length, (), {}, PATIENCE_S)
+    assert len(caught.value.remote_traceback) <= 1 << 20  # type: ignore[attr-defined]
+    assert narrow[0].call_sync("worker1", allowed_function, (1,), {}, PATIENCE_S) == 1

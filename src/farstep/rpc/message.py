@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from farstep.errors import PayloadError, ProtocolError
+from farstep.errors import PayloadError, ProtocolError, RpcError
 from farstep.rpc.memory import Bytes
 from farstep.rpc.payload import NOTHING, PROTOCOL, Packed, unpack
 from farstep.rpc.plain import read_plain
@@ -122,7 +122,9 @@ class Message:
             opened = unpack(body, self._slots, tensors, self.refs, trust, odd)
             self.peer.agent.extension.opened(self, [tensors[i] for i in self.extra[0]] + odd)
             return opened
-        except (ValueError, TypeError, KeyError, IndexError, EOFError, pickle.UnpicklingError) as exc:
+        except (RpcError, AttributeError, ImportError):
+            raise
+        except Exception as exc:
             raise PayloadError(f"cannot be unpickled here: {brief(exc)}") from exc
 
     def value(self, trust: Trust) -> Any:

@@ -23,7 +23,7 @@ import torch
 from farstep.errors import Untrusted
 from farstep.rpc.keys import Keys
 from farstep.rpc.memory import Bytes
-from farstep.rpc.narrow_calls import check_call, is_plain_class
+from farstep.rpc.narrow_calls import check_call, is_own, is_plain_class
 from farstep.rpc.plain import Malformed, PlainReader, Step
 from farstep.rpc.schema import ATOMS, is_text
 from farstep.rpc.trust import Trust
@@ -216,7 +216,7 @@ class NarrowReader(PlainReader):
     def _is_trusted(self, kind: type) -> bool:
         """Whether `trusted` covers this class: where it comes from, or by the name that it had in this body."""
         return self._trust.is_at_home(kind) or (
-            self._named.get(id(kind)) is kind and not is_plain_class(kind)
+            self._named.get(id(kind)) is kind and not is_plain_class(kind) and not is_own(kind)
         )
 
     def call(self) -> None:

@@ -21,7 +21,7 @@ from farstep.rpc.plain import Malformed
 from farstep.rpc.schema import ATOMS, MAX_DIMENSIONS
 from farstep.rpc.trust import CALLABLE_OWN, OWN, PLAIN, PLAIN_BUILTINS
 
-__all__ = ["check_call", "is_plain_class"]
+__all__ = ["check_call", "is_own", "is_plain_class"]
 
 Args = tuple[Any, ...]
 _MOST_DAYS: Final = 999_999_999
@@ -77,6 +77,11 @@ def is_plain_class(kind: type) -> bool:
     )
 
 
+def is_own(found: Any) -> bool:
+    """Whether it is one of this package's, which every message may name."""
+    return (getattr(found, "__module__", None), getattr(found, "__qualname__", None)) in OWN
+
+
 def check_call(function: Any, args: Args, *, new: bool, is_named: Callable[[Any], bool]) -> None:
     """Malformed unless a message may call this with these. `new`: only `__new__` of the class is called."""
     home, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
@@ -94,6 +99,10 @@ def check_call(function: Any, args: Args, *, new: bool, is_named: Callable[[Any]
 def _is_as_pickled(kind: type, args: Args, new: bool, is_named: Callable[[Any], bool]) -> bool:
     if new:
         return kind is object and not args
+    if kind.__module__ == "farstep.errors":  # some print their arguments
+        return ATOMS.issuperset(map(type, args)) or (
+            kind is errors.StepError and _types(args) == (str, dict, list)
+        )
     if issubclass(kind, BaseException):
         return issubclass(kind, Exception)
     if kind is defaultdict:

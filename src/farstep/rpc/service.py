@@ -252,7 +252,9 @@ def rebuild_error(message: Message, trust: Trust) -> BaseException:
         error = message.value(trust)
     except (Exception, SystemExit, GeneratorExit) as exc:  # opening it may run what ends a process, too
         why = brief(exc)
-    if error is None or not issubclass(type(error), Exception):  # by its type: its __class__ may say otherwise
+    if error is None or not issubclass(
+        type(error), Exception
+    ):  # by its type: its __class__ may say otherwise
         error = RemoteError(
             worker, type_name, f"{text} (Original exception on remote side was {type_name}; {why})"
         )
