@@ -18,7 +18,7 @@ import torch
 from farstep import errors
 from farstep.errors import Untrusted
 from farstep.rpc.plain import Malformed
-from farstep.rpc.schema import ATOMS, MAX_DIMENSIONS
+from farstep.rpc.schema import ATOMS, MAX_DIMENSIONS, MAX_NAME_CHARS
 from farstep.rpc.trust import CALLABLE_OWN, OWN, PLAIN, PLAIN_BUILTINS
 
 __all__ = ["check_call", "is_own", "is_plain_class"]
@@ -87,7 +87,10 @@ def check_call(function: Any, args: Args, *, new: bool, is_named: Callable[[Any]
     home, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if type(home) is str and type(name) is str and (home, name) in OWN and (home, name) not in CALLABLE_OWN:
         raise Untrusted(f"a message that calls {home}.{name} by itself, which only a caller may")
-    if isinstance(function, type) and is_plain_class(function):
+    if (home, name) == ("farstep.rpc.membership", "WorkerInfo"):
+        if _types(args) != (str, int) or len(args[0]) > MAX_NAME_CHARS:
+            raise Malformed("it has a worker's name that is none")
+    elif isinstance(function, type) and is_plain_class(function):
         if not _is_as_pickled(function, args, new, is_named):
             raise Malformed(f"it calls {name} as no pickler does")
     elif isinstance(function, type) and issubclass(function, _GROWING) and args:
