@@ -6,7 +6,7 @@ BIN    := .venv/bin
 DEV    := .venv/.installed
 PEERS  := .venv/.installed-peers
 
-.PHONY: help demo test test-unit test-slow test-conformance conformance lint format bench bench-checkpoints bench-tcp bench-peers clean
+.PHONY: help demo test test-unit test-slow test-conformance conformance fuzz lint format bench bench-checkpoints bench-tcp bench-peers clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -28,6 +28,9 @@ test-conformance: $(DEV) ## PyTorch's own test-suite, through pytest
 
 conformance: $(DEV) ## the same by hand: make conformance K=rref IMPL=torch
 	cd tests && ../$(BIN)/python -m conformance $(if $(K),-k '$(K)') $(if $(IMPL),--impl $(IMPL)) $(ARGS)
+
+fuzz: $(DEV) ## a million inputs that nobody meant: make fuzz INPUTS=20000 TARGET=messages SEED=7
+	cd tests && ../$(BIN)/python -m fuzz --inputs $(or $(INPUTS),1000000) $(if $(TARGET),--target $(TARGET)) $(if $(SEED),--seed $(SEED))
 
 lint: $(DEV) ## ruff and mypy
 	$(BIN)/ruff check .

@@ -17,6 +17,7 @@ from farstep.errors import ProtocolError
 from farstep.rpc.bundle import MAX_RIDERS, Rider, bundle, unbundle, weight
 from farstep.rpc.memory import bytes_of
 from farstep.rpc.payload import pack
+from farstep.rpc.schema import MAX_CALL_DEPTH
 from farstep.rpc.wire import (
     HEADER,
     MAGIC,
@@ -235,13 +236,15 @@ bodies = st.one_of(
         st.lists(atoms, max_size=4), st.none() | st.dictionaries(st.text(max_size=9), atoms, max_size=3)
     ),
 )
-heads = st.none() | st.tuples(st.text(max_size=40), st.text(max_size=40)) | st.tuples(*[st.text()] * 4)
-riders = st.tuples(
-    st.sampled_from([int(Kind.CALL), int(Kind.REPLY), int(Kind.ERROR)]),
-    st.integers(0, 2**64 - 1),
-    st.integers(0, 2**16 - 1),
-    heads,
-    bodies,
+names = st.tuples(st.text(max_size=40), st.text(max_size=40))
+texts = st.tuples(*[st.text()] * 4)
+heads = st.none() | names | texts
+numbers_beside = st.integers(0, 2**64 - 1), st.integers(0, MAX_CALL_DEPTH + 1)
+riders = st.one_of(
+    st.tuples(st.just(int(Kind.CALL)), *numbers_beside, names, bodies),
+    st.tuples(st.just(int(Kind.CALL)), *numbers_beside, st.none(), st.binary(max_size=300)),
+    st.tuples(st.just(int(Kind.REPLY)), *numbers_beside, st.none(), bodies),
+    st.tuples(st.just(int(Kind.ERROR)), *numbers_beside, texts, bodies),
 )
 
 

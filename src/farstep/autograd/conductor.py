@@ -42,6 +42,7 @@ from farstep.rpc.connection import Looking
 from farstep.rpc.message import EMPTY, Message
 from farstep.rpc.payload import Packed, pack
 from farstep.rpc.reactor import current_depth
+from farstep.rpc.schema import cut
 from farstep.rpc.wire import Kind
 
 if TYPE_CHECKING:
@@ -265,14 +266,14 @@ class Conductor:
     def _tell_failure(self, settings: Settings, exc: BaseException) -> None:
         failure: Failure
         if type(exc) is AutogradError:
-            failure = ("AutogradError", str(exc))
+            failure = ("AutogradError", cut(str(exc)))
         elif isinstance(exc, WorkerLost):
-            failure = ("WorkerLost", (exc.worker, exc.reason))
+            failure = ("WorkerLost", (exc.worker, cut(exc.reason)))
         elif isinstance(exc, UnknownContext):
             failure = ("UnknownContext", exc.context_id)
         else:
             trace = "".join(traceback.format_exception(exc)).rstrip()
-            failure = ("BackwardError", (self._agent.info.name, self._me, str(exc), trace))
+            failure = ("BackwardError", (self._agent.info.name, self._me, cut(str(exc)), cut(trace)))
         self._report(settings, Report(self._me, [], []), failure)
 
     def _post(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from farstep.autograd import reduced
+from farstep.autograd import heads, reduced
 from farstep.autograd.conductor import Conductor
 from farstep.autograd.context import COUNTER_BITS, Context
 from farstep.errors import AutogradError, RpcError, UnknownContext, WorkerLost
@@ -83,6 +83,9 @@ class Link:
         return None if id is None else self._contexts.get(id)
 
     # -- messages ---------------------------------------------------------------------------------------
+
+    is_head = staticmethod(heads.is_head)
+    is_extra = staticmethod(heads.is_extra)
 
     def leaving(self, peer: Peer, packed: Packed) -> Extra | None:
         context = self.current()

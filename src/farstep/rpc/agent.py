@@ -41,6 +41,7 @@ from farstep.rpc.reactor import Job, Reactor, current_depth
 from farstep.rpc.replies import Settlement
 from farstep.rpc.rref import RRef, owner_rref, user_rref
 from farstep.rpc.rref_table import RRefTable
+from farstep.rpc.schema import MAX_CALL_DEPTH
 from farstep.rpc.service import Service, describe_function, rebuild_error
 from farstep.rpc.tally import Tally
 from farstep.rpc.trust import Trust
@@ -49,7 +50,6 @@ from farstep.rpc.wire import CALLS, Kind
 __all__ = ["Agent"]
 
 log = logging.getLogger("farstep.rpc")
-MAX_DEPTH = 60_000
 CONTROL_TIMEOUT_S = 30.0
 FLUSH_S = 0.02
 MANY_CALLS = 8
@@ -265,9 +265,9 @@ class Agent:
     def _send_call(self, call: Call, kind: Kind, head: Any, packed: Packed) -> None:
         if self.closed:
             raise NotInitialized(f"worker {self.info.name!r} has shut down. RPC has not been initialized")
-        if call.depth > MAX_DEPTH:
+        if call.depth > MAX_CALL_DEPTH:
             raise RpcError(
-                f"calls are nested more than {MAX_DEPTH} deep: {call.what} calls itself without end"
+                f"calls are nested more than {MAX_CALL_DEPTH} deep: {call.what} calls itself without end"
             )
         peer = call.peer
         extra = None

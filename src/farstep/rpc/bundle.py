@@ -14,6 +14,7 @@ from typing import Any, Final
 from farstep.errors import ProtocolError
 from farstep.rpc.message import load_meta
 from farstep.rpc.payload import PROTOCOL
+from farstep.rpc.schema import check_rider
 from farstep.rpc.wire import Frame, Kind, frame_bytes
 
 __all__ = ["MAX_RIDERS", "RIDER_BYTES", "Rider", "bundle", "unbundle", "weight"]
@@ -86,9 +87,10 @@ def unbundle(frame: Frame, open_trust: bool) -> list[Rider]:
     for rider in riders:
         if type(rider) is not tuple or len(rider) != 5:
             raise ProtocolError("a bundle with something in it that is no message")
-        kind, call_id, depth, _, body = rider
+        kind, call_id, depth, head, body = rider
         if type(kind) is not int or kind not in MAY_RIDE:
-            raise ProtocolError(f"a bundle with a message of kind {kind!r} in it")
+            shown = kind if type(kind) is int and 0 <= kind < 256 else "unknown"
+            raise ProtocolError(f"a bundle with a message of kind {shown} in it")
         if (
             type(call_id) is not int
             or type(depth) is not int
@@ -96,8 +98,5 @@ def unbundle(frame: Frame, open_trust: bool) -> list[Rider]:
             or not 0 <= depth <= MAX_DEPTH
         ):
             raise ProtocolError("a bundle with a message whose numbers cannot be")
-        if type(body) is not bytes and (
-            type(body) is not tuple or len(body) != 2 or type(body[0]) is not list
-        ):
-            raise ProtocolError("a bundle with a message whose body is neither bytes nor values")
+        check_rider(kind, depth, head, body)
     return riders

@@ -35,6 +35,12 @@ plain values of its own."""
 class Extension(Protocol):
     """One agent's part of the layer above. Each method says which thread calls it."""
 
+    def is_head(self, head: Any) -> bool:
+        """The reader: whether a message of the extension's own may say this. Before anything is done with it."""
+
+    def is_extra(self, extra: Any) -> bool:
+        """The reader: the same, for the plain values in an `Extra`."""
+
     def leaving(self, peer: Peer, packed: Packed) -> Extra | None:
         """The thread that calls: a call is about to be sent."""
 

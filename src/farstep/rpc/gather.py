@@ -15,10 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from farstep.errors import RpcError, RpcTimeout, ShutdownTimeout, WorkerLost
+from farstep.errors import (
+    ProtocolError,
+    RemoteTraceback,
+    RpcError,
+    RpcTimeout,
+    ShutdownTimeout,
+    WorkerLost,
+)
 from farstep.rpc.current import current_agent
 from farstep.rpc.payload import pack
 from farstep.rpc.peer import Peer, PeerState
+from farstep.rpc.schema import is_id
 
 if TYPE_CHECKING:
     from farstep.rpc.agent import Agent
@@ -166,10 +174,20 @@ def all_gather(
         try:
             if left and not _is_done_within(future, left * ASK_AFTER):
                 raise _who_is_missing(agent, leader, key, timeout_s, deadline, future)
-            return future.wait()  # type: ignore[no-any-return]
+            parts = future.wait()
+            if type(parts) is not dict or not {str}.issuperset(map(type, parts)):
+                raise ProtocolError(
+                    f"the leader {leader.name!r} of an all_gather answered with no parts by name"
+                )
+            return parts
         except WorkerLost as exc:
-            if names is not None or exc.worker != leader.name or agent.closed:
+            if names is not None or exc.worker != leader.name or agent.closed or _is_said_by_a_peer(exc):
                 raise  # a gathering of all goes on under the next leader
+
+
+def _is_said_by_a_peer(error: BaseException) -> bool:
+    """A leader that says of itself that it is lost lies; asked again, it would say so for ever."""
+    return isinstance(error.__cause__, RemoteTraceback)
 
 
 def _is_done_within(future: torch.futures.Future[Any], timeout_s: float) -> bool:
@@ -227,12 +245,15 @@ def join(agent: Agent, timeout_s: float) -> None:
                 f"worker {agent.info.name!r}: calls were still under way after {timeout_s:g} s: {agent.tally}"
             )
         try:
-            counts = all_gather(agent, agent.tally.totals(), None, left or 0.0, "join")
+            parts = all_gather(agent, agent.tally.totals(), None, left or 0.0, "join")
         except ShutdownTimeout:
             raise
         except RpcTimeout as exc:
             raise ShutdownTimeout(f"shutdown: {exc}") from exc
-        now = (sum(c[0] for c in counts.values()), sum(c[1] for c in counts.values()))
+        counts = [
+            part for part in parts.values() if is_id(part)
+        ]  # of two numbers; a liar's part counts for nothing
+        now = (sum(c[0] for c in counts), sum(c[1] for c in counts))
         if now == before and (now[0] == now[1] or len(counts) < len(agent.links.peers())):
             return
         before = now

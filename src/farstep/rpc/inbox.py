@@ -20,6 +20,7 @@ from farstep.rpc.message import Message, read_message
 from farstep.rpc.peer import Peer
 from farstep.rpc.reactor import Job
 from farstep.rpc.replies import Replies
+from farstep.rpc.schema import brief
 from farstep.rpc.service import Service
 from farstep.rpc.trust import Trust
 from farstep.rpc.wire import CALLS, Frame, Kind
@@ -252,7 +253,7 @@ class Inbox:
                 raise
             except Exception as exc:
                 raise ProtocolError(
-                    f"a message of kind {frame.kind} that makes no sense: {type(exc).__name__}: {exc}"
+                    f"a message of kind {frame.kind} that makes no sense: {brief(exc)}"
                 ) from exc
 
     def _dispatch_bundle(self, peer: Peer, riders: list[Rider], arrivals: _Arrivals) -> None:
@@ -312,6 +313,8 @@ class Inbox:
             )
         elif kind == Kind.GATHER:
             label, number, name, names, timeout_s = message.head
+            if name != peer.name:
+                raise ProtocolError(f"a part of an all_gather in the name of {name!r}")
             gatherings = self._agent.links.gatherings
             jobs.append((0, partial(gatherings.receive, message, (label, number), name, names, timeout_s)))
         elif kind == Kind.RREF:

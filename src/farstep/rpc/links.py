@@ -38,6 +38,7 @@ from farstep.rpc.membership import Card, Roster, WorkerInfo, host_key
 from farstep.rpc.peer import Attempt, Peer, PeerState, SelfPeer
 from farstep.rpc.receive_pool import ReceivePool
 from farstep.rpc.records import MacSocket
+from farstep.rpc.schema import MAX_REASON_CHARS
 from farstep.rpc.shm import Lender, SharedBudget
 from farstep.rpc.tls import TlsSocket, make_credentials
 from farstep.rpc.wire import Kind
@@ -404,7 +405,7 @@ class Links:
 
     def _spread(self, lost: Peer, reason: str) -> None:
         """See [Note: noticing]."""
-        head = (lost.name, lost.card.incarnation, reason)
+        head = (lost.name, lost.card.incarnation, reason[:MAX_REASON_CHARS])
         for peer in self.peers():
             if not peer.is_self and peer.state is PeerState.PRESENT and not self._closed:
                 try:

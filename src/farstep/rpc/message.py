@@ -7,7 +7,6 @@ running anybody's code, and the rest is unpacked by the thread that runs the cal
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 from collections.abc import Collection, Sequence
@@ -15,9 +14,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from farstep.errors import PayloadError, ProtocolError
+from farstep.errors import PayloadError, ProtocolError, RpcError
 from farstep.rpc.memory import Bytes
 from farstep.rpc.payload import NOTHING, PROTOCOL, Packed, unpack
+from farstep.rpc.plain import read_plain
+from farstep.rpc.schema import brief, check_message
 from farstep.rpc.tensors import Description, build
 from farstep.rpc.trust import Trust
 from farstep.rpc.wire import Frame
@@ -36,19 +37,18 @@ def dump_meta(
     return pickle.dumps((head, packed.body, packed.slots, descriptions, refs, extra), PROTOCOL)
 
 
-def load_meta(meta: Bytes, open_trust: bool) -> Any:
+def load_meta(meta: bytes | bytearray, open_trust: bool) -> Any:
     """The plain values of a frame. ProtocolError where they cannot be read."""
     try:
-        return pickle.loads(meta) if open_trust else _PlainUnpickler(io.BytesIO(meta)).load()
+        return pickle.loads(meta) if open_trust else read_plain(meta)
     except Exception as exc:
-        raise ProtocolError(f"a frame whose meta cannot be read: {type(exc).__name__}: {exc}") from exc
+        raise ProtocolError(f"a frame whose meta cannot be read: {brief(exc)}") from exc
 
 
 def read_message(frame: Frame, peer: Peer, open_trust: bool) -> Message:
-    """The message in a frame of any kind but BUNDLE."""
-    meta = load_meta(frame.meta, open_trust)
-    if type(meta) is not tuple or len(meta) != 6:
-        raise ProtocolError("a frame whose meta is not that of a message")
+    """The message in a frame of any kind but BUNDLE. ProtocolError where it is none."""
+    meta: tuple[Any, Any, Any, Any, Any, Any] = load_meta(frame.meta, open_trust)
+    check_message(frame.kind, frame.depth, meta, len(frame.buffers), peer.layer_above)
     return Message(frame.kind, frame.call_id, frame.depth, peer, *meta, frame.buffers)
 
 
@@ -122,8 +122,10 @@ class Message:
             opened = unpack(body, self._slots, tensors, self.refs, trust, odd)
             self.peer.agent.extension.opened(self, [tensors[i] for i in self.extra[0]] + odd)
             return opened
-        except (ValueError, TypeError, KeyError, IndexError, EOFError, pickle.UnpicklingError) as exc:
-            raise PayloadError(f"cannot be unpickled here: {type(exc).__name__}: {exc}") from exc
+        except (RpcError, AttributeError, ImportError):
+            raise
+        except Exception as exc:
+            raise PayloadError(f"cannot be unpickled here: {brief(exc)}") from exc
 
     def value(self, trust: Trust) -> Any:
         """The one object of a reply."""
@@ -145,10 +147,3 @@ class Message:
                 source = self.peer.borrower.borrow(place[0], description[5])
             tensors.append(build(description, source, bare=number in bare))
         return tensors
-
-
-class _PlainUnpickler(pickle.Unpickler):
-    """Meta holds plain values only: where `trusted` is narrowed, nothing in it may name anything."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise ProtocolError(f"a frame's meta names {module}.{name}")

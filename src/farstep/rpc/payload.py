@@ -12,20 +12,21 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any, ClassVar, Final
+from types import BuiltinFunctionType, MethodType
+from typing import Any, Final
 
 import torch
 
-from farstep.errors import PayloadError, Untrusted
+from farstep.errors import PayloadError
+from farstep.rpc.narrow import NarrowReader
+from farstep.rpc.plain import Malformed
+from farstep.rpc.schema import ATOMS, MAX_DIMENSIONS
 from farstep.rpc.tensors import is_plain
 from farstep.rpc.trust import Trust
 
 __all__ = ["Packed", "name_of", "pack", "register_reducer", "unpack"]
 
 PROTOCOL: Final = 5
-_ATOMS: Final = frozenset({int, float, bool, str, bytes, type(None)})
-"""What a pickle names nothing for; so it may stand in a frame's meta, also where `trusted` is narrowed."""
 _COMPRESSED: Final = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _TENSORS: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -71,7 +72,7 @@ def pack(args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, function: 
     """Take a call (or, with neither function nor kwargs, a result) apart. PayloadError where it cannot be."""
     if not args and not kwargs and function is None:
         return NOTHING
-    if not kwargs and function is None and type(args[-1]) in _ATOMS and _ATOMS.issuperset(map(type, args)):
+    if not kwargs and function is None and type(args[-1]) in ATOMS and ATOMS.issuperset(map(type, args)):
         return Packed((list(args), None), (), [], [])
     tensors: list[torch.Tensor] = []
     slots: list[int | str] = []
@@ -105,7 +106,7 @@ def pack(args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, function: 
 def _is_simple(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
     for value in args:
         kind = type(value)
-        if kind not in _ATOMS and not (kind in _TENSORS and is_plain(value)):
+        if kind not in ATOMS and not (kind in _TENSORS and is_plain(value)):
             return False
     return not kwargs or _is_simple(tuple(kwargs.values()), None)
 
@@ -134,14 +135,25 @@ def unpack(
     outer = _loading.message
     _loading.message = (tensors, refs, trust, odd)
     try:
-        unpacker = (
-            pickle.Unpickler(io.BytesIO(body)) if trust.is_open else _NarrowUnpacker(io.BytesIO(body), trust)
-        )
-        function, args, kwargs = unpacker.load()
+        if trust.is_open:
+            content = pickle.loads(body)
+        else:
+            content = NarrowReader(body, trust, finders=_FINDERS, without_state=_reducers).read()
     except (AttributeError, ImportError) as exc:
         raise type(exc)(f"{exc}. {NOT_FOUND_HELP}") from exc
     finally:
         _loading.message = outer
+    return _checked_content(content)
+
+
+def _checked_content(content: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    if type(content) is not tuple or len(content) != 3:
+        raise Malformed("it is no call and no result")
+    function, args, kwargs = content
+    if type(args) is not tuple or not (kwargs is None or type(kwargs) is dict):
+        raise Malformed("its arguments are none")
+    if kwargs and not {str}.issuperset(map(type, kwargs)):
+        raise Malformed("its arguments have names that are none")
     return function, args, kwargs or {}
 
 
@@ -201,31 +213,6 @@ class Packer(pickle.Pickler):
         return len(self.refs) - 1
 
 
-_PythonUnpickler: Any = pickle._Unpickler
-
-
-class _NarrowUnpacker(_PythonUnpickler):  # type: ignore[misc]
-    """Unpickles what `trusted` allows. Python's own, not C's, because a class must not be changed by a message either."""
-
-    def __init__(self, source: io.BytesIO, trust: Trust) -> None:
-        super().__init__(source)
-        self._trust = trust
-
-    def find_class(self, module: str, name: str) -> Any:
-        return self._trust.find(module, name)
-
-    def load_build(self) -> None:
-        target = self.stack[-2]
-        if (
-            isinstance(target, type | FunctionType | BuiltinFunctionType | MethodType)
-            or type(target) in _reducers
-        ):
-            raise Untrusted(f"a message sets the state of {target!r}")
-        super().load_build()
-
-    dispatch: ClassVar[dict[int, Any]] = {**_PythonUnpickler.dispatch, pickle.BUILD[0]: load_build}
-
-
 class _Loading(threading.local):
     message: Any = None
     """(tensors, references, trust, odd tensors) of the message that this thread unpacks."""
@@ -235,25 +222,40 @@ _loading = _Loading()
 
 
 def _tensor(index: int) -> torch.Tensor:
-    tensor: torch.Tensor = _loading.message[0][index]
+    tensor: torch.Tensor = _loading.message[0][_checked_index(index)]
     return tensor
 
 
 def ref_slot(index: int) -> Any:
     """The reference that `Packer.add_ref` numbered so. Only while a message is being unpacked."""
-    return _loading.message[1][index]
+    return _loading.message[1][_checked_index(index)]
+
+
+def _checked_index(index: Any) -> int:
+    if type(index) is not int or index < 0:
+        raise Malformed("it has the number of a tensor or a reference that is none")
+    return index
 
 
 def _method(owner: Any, name: str) -> Any:
+    if type(name) is not str:
+        raise Malformed("it names a method by what is no name")
     _loading.message[2].check_method(owner, name)
     return getattr(owner, name)
 
 
 def _named(module: str, qualname: str) -> Any:
+    if type(module) is not str or type(qualname) is not str:
+        raise Malformed("it names a function by what is no name")
     return _loading.message[2].find(module, qualname)
 
 
+_FINDERS: Final = (_method, _named)
+
+
 def _with_grad(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    if not isinstance(tensor, torch.Tensor) or type(requires_grad) is not bool:
+        raise Malformed("it has a tensor that is none")
     odd = _loading.message[3]
     if requires_grad and odd is not None:
         odd.append(tensor)
@@ -264,6 +266,7 @@ def _with_grad(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
 def _sparse_coo(
     indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...], coalesced: bool, grad: bool
 ) -> torch.Tensor:
+    _check_sparse((indices, values), shape)
     tensor = torch.sparse_coo_tensor(indices, values, shape, is_coalesced=coalesced, check_invariants=True)
     return _with_grad(tensor, grad)
 
@@ -276,9 +279,20 @@ def _sparse_compressed(
     layout: str,
     grad: bool,
 ) -> torch.Tensor:
+    _check_sparse((outer, inner, values), shape)
+    if type(layout) is not str:
+        raise Malformed("it has a sparse tensor of a layout that is none")
     kind = {str(x): x for x in _COMPRESSED}[layout]
     tensor = torch.sparse_compressed_tensor(outer, inner, values, shape, layout=kind, check_invariants=True)
     return _with_grad(tensor, grad)
+
+
+def _check_sparse(parts: tuple[Any, ...], shape: Any) -> None:
+    """The rest torch checks: that indices are within the shape, in order, and as many as there are values."""
+    if not all(type(part) is torch.Tensor and part.layout is torch.strided for part in parts):
+        raise Malformed("it has a sparse tensor of something else than tensors")
+    if type(shape) is not tuple or not {int}.issuperset(map(type, shape)) or len(shape) > MAX_DIMENSIONS:
+        raise Malformed("it has a sparse tensor of a shape that is none")
 
 
 def name_of(function: Any) -> tuple[str, str] | None:

@@ -25,6 +25,7 @@ from farstep.rpc.wire import MAX_BUFFERS, Frame, Kind, frame_bytes
 if TYPE_CHECKING:
     from farstep.rpc.agent import Agent
     from farstep.rpc.calls import Call
+    from farstep.rpc.extension import Extension
 
 __all__ = ["Peer", "PeerState", "SelfPeer"]
 
@@ -91,6 +92,10 @@ class Peer:
     @property
     def is_self(self) -> bool:
         return False
+
+    def layer_above(self) -> Extension:
+        """What knows how the messages of the layer above look."""
+        return self.agent.extension
 
     def lost_error(self) -> WorkerLost:
         return WorkerLost(self.name, self.reason or "its connection closed")

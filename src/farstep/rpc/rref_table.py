@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from farstep.errors import RpcError, RpcTimeout, RRefError, WorkerLost
 from farstep.rpc.membership import WorkerInfo
 from farstep.rpc.rref import GlobalId, RRef, Value, id_str, owner_rref, user_rref
+from farstep.rpc.schema import is_fork_list
 from farstep.rpc.wire import Kind
 
 if TYPE_CHECKING:
@@ -353,8 +354,11 @@ class RRefTable:
             if message is None:
                 return
             freed: list[Value] = []
+            missing = message.value(self._agent.trust)
+            if not is_fork_list(missing):
+                return  # whoever answers so keeps what it is thought to have
             with self._lock:
-                for id, fork in message.value(self._agent.trust):
+                for id, fork in missing:
                     self._delete(id, fork, holder, freed)
                 self._changed.notify_all()
 

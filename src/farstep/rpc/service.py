@@ -23,6 +23,7 @@ from farstep.rpc.calls import without_frames
 from farstep.rpc.forked import end_child
 from farstep.rpc.message import EMPTY, Message
 from farstep.rpc.payload import Packed, pack
+from farstep.rpc.schema import brief, cut
 from farstep.rpc.trust import Trust
 from farstep.rpc.wire import Kind
 
@@ -65,6 +66,7 @@ class Service:
             function, args, kwargs = message.open(self._agent.trust)
             if name is not None:
                 function = self._find(*name)
+            self._agent.trust.check_called(function)
             if message.extra is None:
                 result = function(*args, **kwargs)
             else:
@@ -216,7 +218,7 @@ def describe_function(function: Any) -> str:
 def _text(error: BaseException) -> str:
     """What an exception says, also where it cannot say it; plain, whatever its class makes of strings."""
     try:
-        return "".join(str(error))
+        return cut("".join(str(error)))
     except BaseException as exc:
         return f"(an exception whose text cannot be had: {type(exc).__name__})"
 
@@ -226,7 +228,7 @@ def _error_head(error: BaseException, worker: str) -> tuple[str, str, str, str]:
         trace = getattr(error, "remote_traceback", None) if error.__traceback__ is None else None
         trace = trace or "".join(traceback.format_exception(error)).rstrip()
         origin = "".join(getattr(error, "remote_worker", worker))
-        return "".join(type(error).__qualname__), _text(error), origin, "".join(trace)
+        return "".join(type(error).__qualname__), _text(error), origin, cut("".join(trace))
     except BaseException as exc:
         return (
             type(error).__name__,
@@ -253,9 +255,11 @@ def rebuild_error(message: Message, trust: Trust) -> BaseException:
     why = "it ends a process, or its class cannot be pickled"
     try:
         error = message.value(trust)
-    except Exception as exc:
-        why = f"{type(exc).__name__}: {exc}"
-    if not isinstance(error, Exception):
+    except (Exception, SystemExit, GeneratorExit) as exc:  # opening it may run what ends a process, too
+        why = brief(exc)
+    if error is None or not issubclass(
+        type(error), Exception
+    ):  # by its type: its __class__ may say otherwise
         error = RemoteError(
             worker, type_name, f"{text} (Original exception on remote side was {type_name}; {why})"
         )

@@ -7,6 +7,7 @@ subclasses) are taken apart by `payload.py` into tensors of this kind or pickled
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
@@ -19,6 +20,8 @@ __all__ = ["Description", "Outgoing", "build", "describe", "is_plain"]
 
 REQUIRES_GRAD: Final = 1
 PARAMETER: Final = 2
+MAX_ELEMENTS: Final = 1 << 58
+"""Torch's own numbers must not overflow: of an expanded tensor few bytes are sent, and any number of elements."""
 SLICE_WASTE: Final = 2
 SLICE_BYTES: Final = 16 << 10
 """A view is sent with the gaps between its elements while that is at most SLICE_WASTE times its own size, or little."""
@@ -116,25 +119,46 @@ def build(description: Description, source: Bytes | torch.Tensor, *, bare: bool 
         raise PayloadError(
             f"a tensor of dtype {name!r}, which this torch ({torch.__version__}) does not have"
         )
-    tensor = _in_memory(dtype, shape, strides, nbytes, source).detach()  # torch treats views differently
-    if device is not None:
-        tensor = tensor.to(device)
-    if bare:
-        return tensor
-    if flags & PARAMETER:
-        return torch.nn.Parameter(tensor, requires_grad=bool(flags & REQUIRES_GRAD))
-    return tensor.requires_grad_() if flags & REQUIRES_GRAD else tensor
+    try:
+        tensor = _in_memory(dtype, shape, strides, nbytes, source).detach()  # torch treats views differently
+        if device is not None:
+            tensor = tensor.to(torch.device(device))
+        if bare:
+            return tensor
+        if flags & PARAMETER:
+            return torch.nn.Parameter(tensor, requires_grad=bool(flags & REQUIRES_GRAD))
+        return tensor.requires_grad_() if flags & REQUIRES_GRAD else tensor
+    except PayloadError:
+        raise
+    except (RuntimeError, TypeError, ValueError, OverflowError, AssertionError) as exc:
+        where = f" on {device!r}" if device is not None else ""
+        raise PayloadError(f"a {name} tensor{where} that torch does not make here: {exc}") from exc
 
 
 def _in_memory(
     dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...] | None, nbytes: int, source: Any
 ) -> torch.Tensor:
+    """A tensor on exactly the memory that came. See [Note: checked before use]: the types have been checked, in schema.py."""
     length = source.nbytes if isinstance(source, torch.Tensor) else len(source)
-    if length != nbytes or nbytes % dtype.itemsize:
-        raise PayloadError(f"a tensor of {nbytes} bytes came with {length} bytes of data")
+    span = _span(shape, strides)
+    if length != nbytes or span * dtype.itemsize != nbytes or math.prod(shape) > MAX_ELEMENTS:
+        raise PayloadError(
+            f"a tensor that takes {span * dtype.itemsize} bytes was announced with {nbytes} and came with {length} bytes of data"
+        )
     if not nbytes:
-        return torch.empty(shape, dtype=dtype)
+        return torch.zeros(
+            shape, dtype=dtype
+        )  # nothing is in it; a shape that torch does not take is an error
     flat = source.view(dtype) if isinstance(source, torch.Tensor) else torch.frombuffer(source, dtype=dtype)
     if strides is not None:
         return flat.as_strided(shape, strides)
-    return flat if len(shape) == 1 and shape[0] * dtype.itemsize == nbytes else flat.view(shape)
+    return flat if len(shape) == 1 else flat.view(shape)
+
+
+def _span(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> int:
+    """How many elements lie between the first and the last one of such a tensor, with these."""
+    if strides is None:
+        return math.prod(shape)
+    if 0 in shape:
+        return 0
+    return 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))

@@ -20,9 +20,9 @@ import torch
 from farstep import errors
 from farstep.errors import Untrusted
 
-__all__ = ["Trust"]
+__all__ = ["CALLABLE_OWN", "OWN", "PLAIN", "PLAIN_BUILTINS", "Trust"]
 
-_PLAIN_BUILTINS: Final = frozenset(
+PLAIN_BUILTINS: Final = frozenset(
     {
         "bool",
         "bytearray",
@@ -40,7 +40,7 @@ _PLAIN_BUILTINS: Final = frozenset(
     | {"slice", "str", "tuple", "NoneType"}
     | {name for name, x in vars(builtins).items() if isinstance(x, type) and issubclass(x, Exception)}
 )
-_PLAIN: Final = frozenset(
+PLAIN: Final = frozenset(
     {
         ("collections", "OrderedDict"),
         ("collections", "defaultdict"),
@@ -51,7 +51,7 @@ _PLAIN: Final = frozenset(
     }
     | {("torch", str(x).removeprefix("torch.")) for x in vars(torch).values() if isinstance(x, torch.dtype)}
 )
-_OWN: Final = frozenset(
+CALLABLE_OWN: Final = frozenset(
     {("farstep.errors", name) for name in errors.__all__}
     | {
         ("farstep.rpc.payload", f"_{name}")
@@ -60,6 +60,13 @@ _OWN: Final = frozenset(
     | {
         ("farstep.rpc.payload", "ref_slot"),
         ("farstep.rpc.membership", "WorkerInfo"),
+        ("farstep.rpc.remote_module", "_rebuild_remote_module"),
+    }
+)
+"""How this package rebuilds what it sends: a body may call these."""
+OWN: Final = (
+    CALLABLE_OWN
+    | {
         ("farstep.rpc.gather", "_missing_here"),
         ("farstep.autograd.api", "_populate_here"),
         ("farstep.autograd.picture", "_describe_here"),
@@ -80,7 +87,7 @@ _OWN: Final = frozenset(
         ("farstep.rpc.remote_module", f"_{name}")
         for name in ("create_module", "run_forward", "parameter_rrefs", "set_training")
     }
-    | {("farstep.rpc.remote_module", name) for name in ("_rebuild_remote_module", "forward", "forward_async")}
+    | {("farstep.rpc.remote_module", name) for name in ("forward", "forward_async")}
 )
 """What this package itself sends. Each looks at its arguments before it calls anything they name."""
 
@@ -121,7 +128,7 @@ class Trust:
             if (
                 not self.is_open
                 and i < len(parts) - 1
-                and not (isinstance(found, type) and self._is_at_home(found))
+                and not (isinstance(found, type) and self.is_at_home(found))
             ):
                 raise self._refusal(module, qualname)
         if not self.is_open and not self._may_have(module, qualname, found):
@@ -133,41 +140,53 @@ class Trust:
         if self.is_open:
             return
         kind = owner if isinstance(owner, type) else type(owner)
-        if (name.startswith("_") and name != "__call__") or not self._is_at_home(kind):
+        if (name.startswith("_") and name != "__call__") or not self.is_at_home(kind):
             raise self._refusal(kind.__module__, f"{kind.__qualname__}.{name}")
 
     def check_callable(self, found: Any) -> None:
         """What a message brings to be called must be something that it may name."""
-        if not self.is_open and not (isinstance(found, type | FunctionType) and self._is_at_home(found)):
+        if not self.is_open and not (isinstance(found, type | FunctionType) and self.is_at_home(found)):
             raise self._refusal(
                 type(found).__module__, getattr(found, "__qualname__", type(found).__qualname__)
             )
+
+    def check_called(self, function: Any) -> None:
+        """What any message may name, such as `list`, is there to be sent, not to be called by a peer's call.
+
+        `list(range(2_000_000_000))` is a small message.
+        """
+        if self.is_open or not isinstance(function, type):
+            return
+        home, name = function.__module__, function.__qualname__
+        is_common = (home, name) in PLAIN or (home == "builtins" and name in PLAIN_BUILTINS)
+        if is_common and f"{home}.{name}" not in (self._entries or ()):
+            raise self._refusal(home, name)
 
     def _entry_covers(self, module: str, qualname: str) -> bool:
         full = f"{module}.{qualname}"
         return any(full == entry or full.startswith(entry + ".") for entry in self._entries or ())
 
     def _may_look(self, module: str, qualname: str) -> bool:
-        if (module, qualname) in _PLAIN or (module, qualname) in _OWN:
+        if (module, qualname) in PLAIN or (module, qualname) in OWN:
             return True
         if module == "builtins":
-            return qualname in _PLAIN_BUILTINS or f"builtins.{qualname}" in (self._entries or ())
+            return qualname in PLAIN_BUILTINS or f"builtins.{qualname}" in (self._entries or ())
         hidden = any(part.startswith("_") for part in qualname.split("."))
         return self._entry_covers(module, qualname) and (
             not hidden or f"{module}.{qualname}" in (self._entries or ())
         )
 
-    def _is_at_home(self, found: Any) -> bool:
+    def is_at_home(self, found: Any) -> bool:
         """Whether the object was defined where the entries say, not merely imported there."""
         home, name = getattr(found, "__module__", None), getattr(found, "__qualname__", None)
         return isinstance(home, str) and isinstance(name, str) and self._entry_covers(home, name)
 
     def _may_have(self, module: str, qualname: str, found: Any) -> bool:
-        if (module, qualname) in _PLAIN or (module, qualname) in _OWN or module == "builtins":
+        if (module, qualname) in PLAIN or (module, qualname) in OWN or module == "builtins":
             return True
         if f"{module}.{qualname}" in (self._entries or ()):
             return True
-        return isinstance(found, type | FunctionType | BuiltinFunctionType) and self._is_at_home(found)
+        return isinstance(found, type | FunctionType | BuiltinFunctionType) and self.is_at_home(found)
 
     def _refusal(self, module: str, qualname: str) -> Untrusted:
         return Untrusted(

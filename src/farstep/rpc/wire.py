@@ -68,7 +68,7 @@ class Frame:
         self.call_id = call_id
         self.depth = depth
         self.fds = fds
-        self.meta: Bytes = b""
+        self.meta: bytes | bytearray = b""
         self.buffers: list[Bytes | torch.Tensor] = []
         self.size = 0
 
