@@ -158,6 +158,10 @@ class Links:
         peer = self._by_id.get(worker_id)
         return peer is not None and peer.state is PeerState.PRESENT
 
+    def is_gone(self, worker_id: int) -> bool:
+        peer = self._by_id.get(worker_id)
+        return peer is not None and peer.state is not PeerState.PRESENT
+
     @property
     def spin_s(self) -> float:
         """How long a thread that waits looks before it sleeps: longer where every worker of this host can have a core, but for the one that waits."""
@@ -365,6 +369,7 @@ class Links:
             peer is None
             or peer.card.incarnation != incarnation
             or peer.is_self
+            or peer.is_accused  # one look is enough, however many say so
             or peer.sender
             or peer.receiver
         ):
