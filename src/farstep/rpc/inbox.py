@@ -291,8 +291,10 @@ class Inbox:
     def _dispatch_one(self, peer: Peer, message: Message, arrivals: _Arrivals) -> None:
         kind = message.kind
         jobs = arrivals.jobs
-        if message.extra is not None and kind in CALLS:
-            self._agent.extension.arrived(message)
+        if message.extra is not None:
+            self._agent.extension.check(message)
+            if kind in CALLS:
+                self._agent.extension.arrived(message)
         if kind == Kind.REPLY or kind == Kind.ERROR:
             self._sort_reply(self._agent.take(peer, message.call_id), message, arrivals)
         elif kind == Kind.CALL:

@@ -158,6 +158,11 @@ class Links:
         peer = self._by_id.get(worker_id)
         return peer is not None and peer.state is PeerState.PRESENT
 
+    def has(self, name: str) -> bool:
+        """Whether a worker of that name is here, as far as is known."""
+        peer = self._by_name.get(name)
+        return peer is not None and peer.state is PeerState.PRESENT
+
     def is_gone(self, worker_id: int) -> bool:
         peer = self._by_id.get(worker_id)
         return peer is not None and peer.state is not PeerState.PRESENT

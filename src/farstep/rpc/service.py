@@ -21,6 +21,7 @@ from farstep.errors import (
     WorkerLost,
 )
 from farstep.rpc.calls import without_frames
+from farstep.rpc.current import running
 from farstep.rpc.message import EMPTY, Message
 from farstep.rpc.payload import Packed, pack
 from farstep.rpc.trust import Trust
@@ -81,6 +82,7 @@ class Service:
             function, args, kwargs = message.open(self._agent.trust)
             if name is not None:
                 function = self._find(*name)
+            running.caller = message.peer.id
             if message.extra is None:
                 result = function(*args, **kwargs)
             else:
