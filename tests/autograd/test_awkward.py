@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from farstep import autograd, rpc
+from farstep.autograd.context import COUNTER_BITS
 from farstep.autograd.passes import ROOTS, Settings
 from farstep.autograd.tracker import Report, Tracker
 from farstep.errors import AutogradError, WorkerLost
@@ -113,8 +114,8 @@ def test_a_loss_that_was_told_before_the_worker_took_part_ends_the_pass() -> Non
         agents[2].close()
         eventually(lambda: not agents[0].is_present(2))
         [id] = agents[0].extension.conductor._trackers  # type: ignore[attr-defined]
-        passed_on = (1, [], [(77, 2)], None, 1)
-        post(agents[1], "worker0", ("report", id, context_id, False, False, "smart", 0, passed_on, None))
+        passed_on = (1, [], [((2 << COUNTER_BITS) + 77, 2)], None, 1)
+        post(agents[1], "worker0", ("report", id, context_id, False, False, "smart", id[1], passed_on, None))
         try:
             with pytest.raises(WorkerLost, match="'worker2' is lost: it took part in backward"):
                 bounded(waiting.wait, timeout_s=5.0)
@@ -419,11 +420,11 @@ def test_a_gradient_of_another_shape_is_refused() -> None:
             send.fit([None, None])
 
 
-def test_a_report_in_anothers_name_ends_nothing(three: list[Agent]) -> None:
+def test_a_report_in_anothers_name_ends_nothing_and_costs_its_sender() -> None:
     gate.reached.clear()
     gate.open.clear()
     x = ones()
-    with autograd.context() as context_id:
+    with rpc.local_agents(3) as three, speaking_for(three[0]), autograd.context() as context_id:
         loss = rpc.rpc_sync("worker1", held_up, args=(x,)).sum()
         with speaking_for(three[1]):
             [send] = autograd._retrieve_context(context_id)._send_functions()
@@ -432,8 +433,8 @@ def test_a_report_in_anothers_name_ends_nothing(three: list[Agent]) -> None:
         conductor: Any = three[0].extension.conductor  # type: ignore[attr-defined]
         [id] = conductor._trackers
         done = (2, [send], [], False, 1000)  # in its own name, for what was asked of worker1
-        post(three[2], "worker0", ("report", id, context_id, False, False, "smart", 0, done, None))
-        settled(three[2], "worker0")
+        post(three[2], "worker0", ("report", id, context_id, False, False, "smart", id[1], done, None))
+        eventually(lambda: not three[0].is_present(2), "the liar being dropped")
         assert not waiting.done()
         gate.open.set()
         bounded(waiting.wait)

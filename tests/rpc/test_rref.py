@@ -298,6 +298,7 @@ def test_words_about_a_fork_may_overtake_one_another(agents: list[Agent], order:
     rref = remote(ann, "bob", make_thing, 1)
     rref.to_here()
     fork = (ann.info.id, 10_000)
+    answered = threading.Event()
     for word in order:
         teller = ann if word == "add" else cid
         items = {
@@ -307,19 +308,16 @@ def test_words_about_a_fork_may_overtake_one_another(agents: list[Agent], order:
         }
         before = bob.tally.received
         if word == "confirm":
-            answered = threading.Event()
-            teller.request(
-                teller.peer("bob"), Kind.RREF, (word, [items[word]]), lambda m, e, done=answered: done.set()
-            )
-            assert answered.wait(TIMEOUT_S)
+            teller.request(teller.peer("bob"), Kind.RREF, (word, [items[word]]), lambda *_: answered.set())
         else:
             teller.peer("bob").post(Kind.RREF, 0, (word, [items[word]]))
-            call(teller, "bob", len, [])  # on the same connection: what was sent before has been heard
+        call(teller, "bob", len, [])  # on the same connection: what was sent before has been heard
         assert bob.tally.received > before
+    assert answered.wait(TIMEOUT_S)
     assert things() == 1
     del rref
     all_forgotten(agents)
-    assert not bob.rrefs._deleted_early
+    assert not len(bob.rrefs._early)
 
 
 @pytest.mark.slow

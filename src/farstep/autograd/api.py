@@ -12,14 +12,13 @@ import torch
 from farstep.autograd.context import Context
 from farstep.autograd.gradients import add
 from farstep.autograd.link import Link, current_id, link_of
+from farstep.autograd.messages import MODES
 from farstep.errors import AutogradError, FarstepError
 from farstep.rpc.current import current_agent
 from farstep.rpc.options import UNSET_RPC_TIMEOUT
 from farstep.rpc.reactor import current_depth
 
 __all__ = ["backward", "backward_async", "context", "get_gradients", "populate_grad"]
-
-MODES = ("smart", "fast")
 
 
 class context:

@@ -27,12 +27,12 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from farstep.autograd.context import Context, PassId
+from farstep.autograd.messages import opened
 from farstep.autograd.passes import ROOTS, Fire, Key, Pass, Settings, Step
 from farstep.autograd.tracker import Command, Report, Tracker
 from farstep.errors import (
     AutogradError,
     BackwardError,
-    ProtocolError,
     RemoteTraceback,
     RpcError,
     UnknownContext,
@@ -67,7 +67,7 @@ class Conductor:
         self._lock = threading.Lock()
         self._trackers: dict[PassId, Tracker] = {}
         self._looking = Looking(MAX_WAITS_WITHOUT)
-        self._handlers = {
+        self._handlers: dict[str, Callable[..., None]] = {
             "grad": self._on_grad,
             "wave": self._on_wave,
             "settle": self._on_settle,
@@ -76,10 +76,10 @@ class Conductor:
 
     def control(self, message: Message) -> Callable[[], None] | None:
         """On the reader's thread: what must be done about this message, as a job. A report is taken at once."""
-        if message.head[0] != "report":
-            return partial(self._handlers[message.head[0]], message)
-        settings, (report, failure) = self._open(message)
-        commands = self._hear(settings, _report_of(message, report), failure)
+        verb, settings, rest = opened(message, self._me)
+        if verb != "report":
+            return partial(self._handlers[verb], message, settings, *rest)
+        commands = self._hear(settings, rest[0], rest[1], message.peer.name)
         return partial(self._command, settings, commands) if commands else None
 
     @property
@@ -130,11 +130,12 @@ class Conductor:
         id = tracker.settings.id
 
         def claim(message: Message) -> bool:
-            return bool(message.head[0] == "grad" and tuple(message.head[1]) == id)
+            return bool(message.head[0] == "grad" and message.head[1] == id)
 
         spin_s = self._agent.links.spin_s
         while not tracker.is_over:
-            peers = [self._agent.peer(worker) for worker in tracker.expected_from() if worker != self._me]
+            found = [self._agent.links.find(worker) for worker in tracker.expected_from()]
+            peers = [peer for peer in found if peer is not None and not peer.is_self]
             until = time.perf_counter() + spin_s
             jobs = self._agent.inbox.look_out(peers, claim, lambda: tracker.is_over, until)
             if not jobs:
@@ -257,7 +258,7 @@ class Conductor:
 
     def _report(self, settings: Settings, report: Report, failure: Failure | None = None) -> None:
         if settings.root == self._me:
-            self._command(settings, self._hear(settings, report, failure))
+            self._command(settings, self._hear(settings, report, failure, self._agent.info.name))
         else:
             self._post(
                 settings.root, ("report", *self._settings_head(settings), _plain(report), failure), settings
@@ -265,15 +266,16 @@ class Conductor:
 
     def _tell_failure(self, settings: Settings, exc: BaseException) -> None:
         failure: Failure
+        text = "".join(str(exc))  # plain, whatever its class makes of strings
         if type(exc) is AutogradError:
-            failure = ("AutogradError", cut(str(exc)))
-        elif isinstance(exc, WorkerLost):
+            failure = ("AutogradError", cut(text))
+        elif type(exc) is WorkerLost and type(exc.worker) is type(exc.reason) is str:
             failure = ("WorkerLost", (exc.worker, cut(exc.reason)))
-        elif isinstance(exc, UnknownContext):
-            failure = ("UnknownContext", exc.context_id)
+        elif isinstance(exc, UnknownContext) and exc.context_id == settings.context_id:
+            failure = ("UnknownContext", settings.context_id)
         else:
             trace = "".join(traceback.format_exception(exc)).rstrip()
-            failure = ("BackwardError", (self._agent.info.name, self._me, cut(str(exc)), cut(trace)))
+            failure = ("BackwardError", (self._agent.info.name, self._me, cut(text), cut(trace)))
         self._report(settings, Report(self._me, [], []), failure)
 
     def _post(
@@ -304,12 +306,14 @@ class Conductor:
             settings.oldest,
         )
 
-    def _open(self, message: Message) -> tuple[Settings, Any]:
-        _, id, context_id, retain_graph, create_graph, mode, oldest, *rest = message.head
-        return Settings(tuple(id), context_id, retain_graph, create_graph, mode, oldest), rest
-
-    def _on_grad(self, message: Message) -> None:
-        settings, (ids, is_settled, report) = self._open(message)
+    def _on_grad(
+        self,
+        message: Message,
+        settings: Settings,
+        ids: list[tuple[int, list[bool]]],
+        is_settled: bool,
+        report: Report | None,
+    ) -> None:
         try:
             gradients = iter(message.open(self._agent.trust)[1])
             context = self._link.get(settings.context_id)
@@ -331,14 +335,16 @@ class Conductor:
             return
         self._fire(current, fires)
         if report is not None:
-            self._command(settings, self._hear(settings, _report_of(message, report), None))
+            self._command(settings, self._hear(settings, report, None, message.peer.name))
 
-    def _hear(self, settings: Settings, report: Report, failure: Failure | None) -> list[Command]:
+    def _hear(
+        self, settings: Settings, report: Report, failure: Failure | None, teller: str
+    ) -> list[Command]:
         tracker = self._trackers.get(settings.id)
-        if tracker is None:
+        if tracker is None or tracker.settings != settings:  # it has not been in this pass
             return []
         if failure is not None:
-            tracker.fail(_rebuild(failure))
+            tracker.fail(self._rebuild(failure, teller))
         commands = tracker.report(report)
         for _, worker in report.passed_on:
             # It may have been lost before it was known to take part.
@@ -346,11 +352,16 @@ class Conductor:
                 tracker.fail(self._loss_of(worker, settings.context_id))
         return commands
 
-    def _on_wave(self, message: Message) -> None:
+    def _on_wave(self, message: Message, settings: Settings, key: Key, sends: list[int] | None) -> None:
         """The wave starts here, or comes through: `sends` of this worker's will fire."""
-        settings, (key, sends) = self._open(message)
         try:
             context = self._link.get(settings.context_id)
+            for id in sends or ():
+                send = context.sends.get(id)
+                if send is not None and send.worker != message.peer.id:
+                    raise AutogradError(
+                        f"{message.peer.name!r} says that message {id} will have a gradient, which it has not been sent"
+                    )
             current = self._pass(context, settings)
             by_worker: dict[int, list[int]] = {}
             for id in current.mark(sends):
@@ -361,46 +372,55 @@ class Conductor:
                 onward = ("mark", self._me, next(self._numbers))
                 passed_on.append((onward, worker))
                 self._post(worker, ("wave", *self._settings_head(settings), onward, ids), settings, must=True)
-            self._report(settings, Report(self._me, [_key(key)], passed_on))
+            self._report(settings, Report(self._me, [key], passed_on))
         except BaseException as exc:
             self._tell_failure(settings, exc)
 
-    def _on_settle(self, message: Message) -> None:
-        settings, (key, _) = self._open(message)
+    def _on_settle(self, message: Message, settings: Settings, key: Key, _: None) -> None:
         try:
             current = self._pass(self._link.get(settings.context_id), settings)
         except UnknownContext as exc:
             self._tell_failure(settings, exc)
             return
         current.settle()
-        self._fire(current, [Fire(_key(key))])
+        self._fire(current, [Fire(key)])
 
-    def _on_abort(self, message: Message) -> None:
-        settings, _ = self._open(message)
+    def _on_abort(self, message: Message, settings: Settings) -> None:
         context = self._link.find(settings.context_id)
-        if context is not None:
+        if context is not None and self._may_abort(context, settings, message.peer.id):
             for worker in self._end(context, settings) - {settings.root, self._me}:
                 self._post(worker, ("abort", *self._settings_head(settings)), settings)
         if message.call_id:
             self._agent.service.answer(message, None)
 
+    @staticmethod
+    def _may_abort(context: Context, settings: Settings, worker: int) -> bool:
+        """The root may end a pass, and so may those who pass its word on: a pass comes from where tensors have gone."""
+        with context.lock:
+            return worker == settings.root or any(send.worker == worker for send in context.sends.values())
 
-def _report_of(message: Message, report: Any) -> Report:
-    """A worker tells of its own steps and of nobody else's."""
-    found = Report(*report)
-    if found.worker != message.peer.id:
-        raise ProtocolError(f"a report in the name of rank {found.worker}")
-    return found
+    def _rebuild(self, failure: Failure, teller: str) -> BaseException:
+        kind, what = failure
+        if kind == "WorkerLost":
+            worker, reason = what
+            if self._agent.links.has(worker):  # hearsay, so far
+                reason = f"{reason} (so says worker {teller!r})"
+            return WorkerLost(worker, reason)
+        if kind == "UnknownContext":
+            return UnknownContext(what)
+        if kind == "BackwardError":
+            worker, rank, text, trace = what
+            error = BackwardError(worker, rank, text)
+            error.remote_worker, error.remote_traceback = worker, trace
+            error.__cause__ = RemoteTraceback(worker, trace)
+            return error
+        return AutogradError(str(what))
 
 
 def _pass_on_interrupts(exc: BaseException) -> None:
     """Ctrl-C is for the thread that it has met, too."""
     if not isinstance(exc, Exception):
         raise exc
-
-
-def _key(key: Any) -> Key:
-    return tuple(key) if isinstance(key, list) else key
 
 
 def _plain(report: Report) -> tuple[Any, ...]:
@@ -410,18 +430,3 @@ def _plain(report: Report) -> tuple[Any, ...]:
 def _portable(gradient: torch.Tensor) -> torch.Tensor:
     """Gradients travel through CPU memory; the receiver puts them where the tensor was."""
     return gradient.detach() if gradient.device.type == "cpu" else gradient.detach().cpu()
-
-
-def _rebuild(failure: Failure) -> BaseException:
-    kind, what = failure
-    if kind == "WorkerLost":
-        return WorkerLost(*what)
-    if kind == "UnknownContext":
-        return UnknownContext(what)
-    if kind == "BackwardError":
-        worker, rank, text, trace = what
-        error = BackwardError(worker, rank, text)
-        error.remote_worker, error.remote_traceback = worker, trace
-        error.__cause__ = RemoteTraceback(worker, trace)
-        return error
-    return AutogradError(str(what))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import secrets
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -20,7 +21,8 @@ import torch
 from farstep.autograd import heads, reduced
 from farstep.autograd.conductor import Conductor
 from farstep.autograd.context import COUNTER_BITS, Context
-from farstep.errors import AutogradError, RpcError, UnknownContext, WorkerLost
+from farstep.autograd.messages import check_extra, checked_id
+from farstep.errors import AutogradError, ProtocolError, RpcError, UnknownContext, WorkerLost
 from farstep.rpc.extension import Extra
 from farstep.rpc.message import Message
 from farstep.rpc.payload import Packed
@@ -55,11 +57,15 @@ class Link:
         """For a context or a message: no other worker makes the same one."""
         return (self._agent.info.id << COUNTER_BITS) + next(self._numbers)
 
+    def new_context_id(self) -> int:
+        """Nobody can guess it: whoever names a context has been reached by it. See [Note: in one's own name]."""
+        return (self._agent.info.id << COUNTER_BITS) + 1 + secrets.randbits(COUNTER_BITS - 1)
+
     def max_id(self) -> int:
         return (self._agent.info.id << COUNTER_BITS) + (1 << COUNTER_BITS) - 1
 
     def open(self) -> Context:
-        context = Context(self.new_id())
+        context = Context(self.new_context_id())
         with self._lock:
             self._contexts[context.id] = context
         reduced.watch()
@@ -125,6 +131,9 @@ class Link:
             with context.lock:
                 context.sends.pop(send_id, None)
 
+    def check(self, message: Message) -> None:
+        check_extra(message)
+
     def arrived(self, message: Message) -> None:
         id = message.extra[1][0]
         opener = id >> COUNTER_BITS
@@ -153,10 +162,13 @@ class Link:
         return callback if id is None else partial(_call_in, id, callback)
 
     def control(self, message: Message) -> Callable[[], None] | None:
-        if message.head[0] == "release":
-            return partial(self._release_on, self._released_by(message.peer.id, message.head[1]), message)
-        if message.head[0] == "joined":
-            return partial(self._joined, message)
+        head = message.head
+        if type(head) is not tuple or not head or type(head[0]) is not str:
+            raise ProtocolError("a message about gradients that says nothing")
+        if head[0] == "release":
+            return self._heard_release(message, checked_id(message))
+        if head[0] == "joined":
+            return partial(self._joined, message, checked_id(message))
         return self.conductor.control(message)
 
     def serves(self, message: Message) -> bool:
@@ -180,7 +192,7 @@ class Link:
             )
 
     def hand_over(self, id: int) -> set[int] | None:
-        """Drop this worker's part of a context before its end. Returns those that this worker would have told of the release, for
+        """Drop this worker's part of a context before its end, for its opener. Returns those that this worker would have told of the release, for
         whoever asked to `take_over`; they are not told yet, as they may still be needed. None where this worker opened the context, and keeps it.
         """
         with self._lock:
@@ -196,7 +208,7 @@ class Link:
         """These workers have handed over, each with the workers that it would have told."""
         with context.lock:
             context.handed_over |= told.keys()
-            context.workers.update(*told.values())
+            context.workers.update(w for below in told.values() for w in below if type(w) is int)
             context.workers -= {*context.handed_over, self._agent.info.id}
 
     def ask_all(self, workers: Iterable[int], head: Any, patience_s: float) -> list[RpcError]:
@@ -216,33 +228,55 @@ class Link:
                 errors.append(exc.with_traceback(None))
         return errors
 
-    def _released_by(self, worker: int, id: int) -> Context | None:
-        """Take a context out, if that worker may say so: its opener, or one that has called this worker in it."""
+    def _heard_release(self, message: Message, id: int) -> Callable[[], None]:
+        """Its opener ends a context. One that has called this worker in it only takes back its own calls.
+
+        When no caller is left, the context has nobody who would end it. While there are others the opener is asked, for they may
+        be workers which this one has called itself, and which wait for its word.
+        """
+        worker = message.peer.id
+        answer = partial(self._answer_release, message)
         with self._lock:
             context = self._contexts.get(id)
             if context is None:
-                return None
-            if worker != context.opener and (
-                context.opener == self._agent.info.id or worker not in context.callers
-            ):
-                log.warning(
-                    "worker %r: rank %d has no say in context %d, and wants it released",
-                    self._agent.info.name,
-                    worker,
-                    id,
-                )
-                return None
-            return self._contexts.pop(id)
+                return answer
+            if worker != context.opener:
+                if context.opener == self._agent.info.id or worker not in context.callers:
+                    log.warning(
+                        "worker %r: rank %d has no say in context %d, and wants it released",
+                        self._agent.info.name,
+                        worker,
+                        id,
+                    )
+                    return answer
+                context.callers.discard(worker)
+                if context.callers:
+                    return partial(self._ask_opener, context, answer)
+            del self._contexts[id]
+        return partial(self._release_below, context, answer)
 
-    def _release_on(self, context: Context | None, message: Message) -> None:
-        def answer() -> None:
-            if message.call_id:
-                self._agent.service.answer(message, None)
+    def _answer_release(self, message: Message) -> None:
+        if message.call_id:
+            self._agent.service.answer(message, None)
 
-        if context is None:
-            answer()
-        else:
-            self._release_below(context, answer)
+    def _ask_opener(self, context: Context, then: Callable[[], None]) -> None:
+        """End a context if its opener has. When the opener is lost, that ends it too."""
+
+        def hook(message: Message | None, error: BaseException | None) -> None:
+            is_over = message is not None and message.kind == Kind.REPLY and message.value(trust) is False
+            with self._lock:
+                is_over = is_over and self._contexts.pop(context.id, None) is context
+            if is_over:
+                self._release_below(context, then)
+            else:
+                then()
+
+        trust = self._agent.trust
+        try:
+            opener = self._agent.peer(context.opener)
+            self._agent.request(opener, Kind.EXTENSION, ("joined", context.id), hook)
+        except RpcError:
+            then()
 
     def _release_below(self, context: Context, then: Callable[[], None]) -> None:
         """Pass the word on to the workers that this one has called in the context; `then` when all have answered.
@@ -287,14 +321,16 @@ class Link:
                 # Nobody is left who would pass the word of its release on: ask the opener to.
                 self._agent.submit(0, partial(self._post, context.opener, ("joined", context.id)))
 
-    def _joined(self, message: Message) -> None:
-        """A worker has a part in a context, and those that called it there are gone."""
-        context = self._contexts.get(message.head[1])
-        if context is None:
-            self._post(message.peer.id, ("release", message.head[1]))
-        else:
+    def _joined(self, message: Message, id: int) -> None:
+        """A worker has a part in a context, and some that called it there have gone, or let go of it. Tell it whether this is over."""
+        context = self._contexts.get(id)
+        if context is not None:
             with context.lock:
                 context.workers.add(message.peer.id)
+        if message.call_id:
+            self._agent.service.answer(message, context is not None)
+        elif context is None:
+            self._post(message.peer.id, ("release", id))
 
     def _post(self, worker: int, head: tuple[str, int]) -> None:
         try:

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from farstep.autograd.context import COUNTER_BITS
 from farstep.autograd.link import link_of
+from farstep.errors import OptimError
 from farstep.optim import clip, states
 from farstep.optim.groups import copied
 from farstep.optim.local import Changes, LocalOptimizer, Spec, find_local
-from farstep.rpc.current import current_agent
+from farstep.rpc.current import current_agent, running
 from farstep.rpc.rref import RRef, local_value_of
 
 __all__: list[str] = []
@@ -50,7 +52,10 @@ def _step(
     """Step, and return how many parameters had a gradient. With `close`, also drop this worker's part of the context, and return the
     workers that it would have told of its end."""
     agent = current_agent()
-    stepped = find_local(id, agent).step(context_id, changes, timeout_s)
+    local = find_local(id, agent)
+    if close and running.caller != context_id >> COUNTER_BITS:
+        raise OptimError(f"{local.where}: only the worker that opened context {context_id} may close it")
+    stepped = local.step(context_id, changes, timeout_s)
     below = link_of(agent).hand_over(context_id) if close else None
     return stepped, None if below is None else list(below)
 

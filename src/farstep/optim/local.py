@@ -20,6 +20,7 @@ from farstep.optim import fast
 from farstep.optim.fitting import needs_closure
 from farstep.optim.groups import NOT_OPTIONS, copied, differ, options_of
 from farstep.optim.shadow import follow, give_back, shadow_of
+from farstep.rpc.current import running
 from farstep.rpc.rref import RRef, local_value_of
 
 if TYPE_CHECKING:
@@ -34,13 +35,14 @@ Changes = dict[int, tuple[dict[str, Any], list[str] | None]]
 
 step_locks = ParameterLocks()
 _all: weakref.WeakValueDictionary[int, LocalOptimizer] = weakref.WeakValueDictionary()
-"""A step names its optimizer by number: that costs nothing to send. Nobody but whoever made it knows the number, or can guess it; and
-what keeps the optimizer is their reference."""
+"""A step names its optimizer by number: that costs nothing to send. Only the worker that had it made may name it; and what keeps the
+optimizer is their reference."""
 
 
 def find_local(id: int, agent: Agent) -> LocalOptimizer:
-    local = _all.get(id)
-    if local is None or local.agent is not agent:
+    """The optimizer of that number, for the worker that calls."""
+    local = _all.get(id) if type(id) is int else None
+    if local is None or local.agent is not agent or local.maker != running.caller:
         raise OptimError(
             f"worker {agent.info.name!r} has no part {id} of a DistributedOptimizer: it was dropped, or this is another process "
             f"than the one that made it. Make a new DistributedOptimizer"
@@ -70,6 +72,8 @@ class LocalOptimizer:
         consistency: str,
     ) -> None:
         self.agent = agent
+        self.maker = running.caller
+        """The rank of the worker that had it made."""
         self._consistency = consistency
         self.numbers: list[int] = []
         """Of each of the optimizer's groups: its number among the caller's."""

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from farstep.autograd.link import current_id
-from farstep.rpc.current import serving
+from farstep.rpc.current import running, serving
 from farstep.rpc.membership import WorkerInfo
 
 if TYPE_CHECKING:
@@ -59,10 +59,12 @@ def _note(outcome: Outcome, owner: WorkerInfo, run: Callable[[], Any], *, is_rem
 
 
 def _run_here(agent: Agent, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    token = serving.set(agent)
+    token, before = serving.set(agent), running.caller
+    running.caller = agent.info.id
     try:
         return function(*args)
     finally:
+        running.caller = before
         serving.reset(token)
 
 

@@ -120,6 +120,10 @@ class Agent:
     def is_present(self, worker_id: int) -> bool:
         return self.links.is_present(worker_id)
 
+    def is_gone(self, worker_id: int) -> bool:
+        """Whether it was known here, and is lost or has left."""
+        return self.links.is_gone(worker_id)
+
     def get_worker_info(self, target: Target | None = None) -> WorkerInfo:
         return self.info if target is None else self.peer(target).info
 
@@ -182,7 +186,7 @@ class Agent:
         id = self.rrefs.new_id()
         fork = self.rrefs.new_id()
         if peer.is_self:
-            rref = owner_rref(self, self.rrefs.find(id))
+            rref = owner_rref(self, self.rrefs.begin_own(id))
         else:
             rref = user_rref(self, peer.info, id, fork, confirmed=False)
             self.rrefs.creating(rref)
@@ -353,6 +357,11 @@ class Agent:
         if call.message is None:
             raise timeout_error(self.info.name, call)
         return call.message
+
+    def about_to_wait(self) -> None:
+        """This thread is about to wait for another worker."""
+        if current_depth():
+            self.reactor.about_to_wait()
 
     def send_together(self, peer: Peer) -> None:
         """Small messages ride for this peer: send them at the next tick, if nothing took them along before."""

@@ -1,4 +1,4 @@
-"""Which agent `rpc_sync` and its like mean.
+"""Which agent `rpc_sync` and its like mean, and for whom a function runs.
 
 Inside a function that runs for a peer it is the agent that received the call; elsewhere it is the one that
 `init_rpc` made. That is all the state the module-level API has.
@@ -6,6 +6,7 @@ Inside a function that runs for a peer it is the agent that received the call; e
 
 from __future__ import annotations
 
+import threading
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
@@ -14,9 +15,17 @@ from farstep.errors import NotInitialized
 if TYPE_CHECKING:
     from farstep.rpc.agent import Agent
 
-__all__ = ["current_agent", "default_agent", "find_agent", "serving", "set_default_agent"]
+__all__ = ["current_agent", "default_agent", "find_agent", "running", "serving", "set_default_agent"]
 
 serving: ContextVar[Agent | None] = ContextVar("farstep_agent", default=None)
+
+
+class _Running(threading.local):
+    caller: int | None = None
+    """The rank of the worker that called the function which this thread runs. Set before each; only such functions may look at it."""
+
+
+running = _Running()
 _default: Agent | None = None
 
 

@@ -53,6 +53,9 @@ class Extension(Protocol):
     def left_behind(self, extra: Extra) -> None:
         """The same thread: it was not sent after all."""
 
+    def check(self, message: Message) -> None:
+        """The reader: a message with an extra. ProtocolError where it is none that this peer can have sent."""
+
     def arrived(self, message: Message) -> None:
         """The reader, in the order of arrival: a call with an extra. Must not block."""
 

@@ -11,7 +11,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -38,6 +39,9 @@ log = logging.getLogger("farstep.rpc")
 Key = tuple[str, int]
 MISSING = "Missing:"
 KEPT_FAILURES = 16
+MAX_NUMBER = 1 << 63
+MAX_LED = 4096
+"""With more gatherings than this under way at a leader, no member may wait in more than an eighth of them."""
 ASK_AFTER = 0.9
 """A gathering waits for this part of its time; the rest is for asking the leader who is missing."""
 
@@ -49,6 +53,14 @@ class _Gathering:
         self.names = names
         self.parts: dict[str, Any] = {}
         self.answers: list[Callable[[dict[str, Any] | None, BaseException | None], None]] = []
+
+
+class Invitation(NamedTuple):
+    """What a member's message says about a gathering, checked."""
+
+    key: Key
+    names: frozenset[str] | None
+    timeout_s: float
 
 
 class Gatherings:
@@ -69,16 +81,49 @@ class Gatherings:
             self._numbers[label] = number + 1
         return label, number
 
-    def receive(
-        self, message: Message, key: Key, name: str, names: Sequence[str] | None, timeout_s: float
-    ) -> None:
+    def check(self, message: Message) -> Invitation:
+        """On the reader's thread. A member brings a part in its own name, to a gathering that is called by its members and that this worker leads."""
+        head, peer = message.head, message.peer
+        if type(head) is not tuple or len(head) != 5:
+            raise ProtocolError("a part of a gathering that does not say of which")
+        label, number, name, names, timeout_s = head
+        if (
+            type(label) is not str
+            or type(number) is not int
+            or not 0 <= number < MAX_NUMBER
+            or type(timeout_s) not in (int, float)
+            or not timeout_s >= 0
+        ):
+            raise ProtocolError("a part of a gathering that does not say of which")
+        if name != peer.name:
+            raise ProtocolError(f"{peer.name!r} brings a part of a gathering in the name of another worker")
+        if names is not None:
+            if type(names) is not list or not all(type(each) is str for each in names):
+                raise ProtocolError("a gathering whose members are no names")
+            is_theirs = peer.name in names and names == sorted(set(names))
+            if not is_theirs or names[0] != self._agent.info.name:
+                raise ProtocolError(
+                    f"a gathering that {peer.name!r} is no member of, or another worker leads"
+                )
+        _, _, members = label.partition("/")
+        if members != ("*" if names is None else ",".join(names)):
+            raise ProtocolError("a gathering that is not called by its members")
+        return Invitation((label, number), None if names is None else frozenset(names), float(timeout_s))
+
+    def receive(self, message: Message, call: Invitation, error: BaseException | None = None) -> None:
         """A member's part, at the leader. It counts for as long as the member waits."""
+        if message.refs and error is None and any(ref._awaited is not None for ref in message.refs):
+            # The leader sends references on, to all members: it must hold them first.
+            self._agent.service.when_confirmed(message, 0, partial(self.receive, message, call))
+            return
         try:
+            if error is not None:
+                raise error
             part = message.value(self._agent.trust)
         except Exception as exc:
-            self._agent.service.answer_error(message, exc)
+            self._agent.service.answer_error(message, exc.with_traceback(None))
             return
-        members = None if names is None else frozenset(names)
+        key, members, timeout_s = call
 
         def answer(parts: dict[str, Any] | None, error: BaseException | None) -> None:
             if error is not None:
@@ -88,19 +133,35 @@ class Gatherings:
 
         # This worker's own part is answered last: it may leave the group once it has the answer.
         expires = time.monotonic() + timeout_s if timeout_s else float("inf")
-        self._add(key, members, name, (part, expires), answer, last=message.peer.is_self)
+        self._add(key, members, message.peer.name, (part, expires), answer, last=message.peer.is_self)
 
     def _add(
         self, key: Key, names: frozenset[str] | None, name: str, part: Any, answer: Any, *, last: bool
     ) -> None:
         with self._lock:
-            gathering = self._led.setdefault(key, _Gathering(names))
-            gathering.parts[name] = part
-            if last:
-                gathering.answers.append(answer)
-            else:
-                gathering.answers.insert(0, answer)
-        self._check(key)
+            is_full = key not in self._led and len(self._led) >= MAX_LED and self._is_in_many(name)
+            if not is_full:
+                gathering = self._led.setdefault(key, _Gathering(names))
+                gathering.parts[name] = part
+                if last:
+                    gathering.answers.append(answer)
+                else:
+                    gathering.answers.insert(0, answer)
+        if is_full:
+            answer(
+                None, RpcError(f"worker {name!r} waits in too many gatherings that nobody else has come to")
+            )
+        else:
+            self._check(key)
+
+    def _is_in_many(self, name: str) -> bool:
+        """Whether a member has begun more than its share of gatherings. Those that it does not wait for any more are forgotten."""
+        now = time.monotonic()
+        for key, gathering in list(self._led.items()):
+            gathering.parts = {n: part for n, part in gathering.parts.items() if part[1] > now}
+            if not gathering.parts:
+                del self._led[key]
+        return sum(name in gathering.parts for gathering in self._led.values()) >= MAX_LED // 8
 
     def worker_gone(self) -> None:
         with self._lock:

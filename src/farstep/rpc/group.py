@@ -35,6 +35,8 @@ def join_group(
     if world_size is not None and not 0 <= rank < world_size:
         raise ValueError(f"rank must be between 0 and {world_size - 1}, not {rank}")
     agent = Agent(WorkerInfo(name, rank), options)
+    if world_size is None:
+        agent.rrefs.count_from_anywhere()
     _live.add(agent)  # before it is called, which may be before this worker has heard that all have joined
     try:
         agent.links.join(store, world_size, options.init_deadline_s)

@@ -245,9 +245,7 @@ class Inbox:
                 if frame.fds and receiver is not None:
                     message.admit_segments(receiver.take_fds(frame.fds))
                 if message.refs:
-                    message.refs = [self._agent.rrefs.adopt(note) for note in message.refs]
-                    if message.kind not in (Kind.CALL, Kind.REMOTE):
-                        self._service.confirm_later(message)
+                    message.refs = [self._agent.rrefs.adopt(note, peer) for note in message.refs]
                 self._dispatch_one(peer, message, arrivals)
             except ProtocolError:
                 raise
@@ -279,6 +277,8 @@ class Inbox:
             agent.tally.receive(received)
 
     def _sort_reply(self, call: Call | None, message: Message, arrivals: _Arrivals) -> None:
+        if message.refs and call is not None:
+            self._service.confirm_later(message, call.depth + 2)
         if call is None:
             # Too late; open it all the same, so that what it carries is let go.
             arrivals.jobs.append((0, partial(_open_and_drop, message, self._agent.trust)))
@@ -292,8 +292,10 @@ class Inbox:
     def _dispatch_one(self, peer: Peer, message: Message, arrivals: _Arrivals) -> None:
         kind = message.kind
         jobs = arrivals.jobs
-        if message.extra is not None and kind in CALLS:
-            self._agent.extension.arrived(message)
+        if message.extra is not None:
+            self._agent.extension.check(message)
+            if kind in CALLS:
+                self._agent.extension.arrived(message)
         if kind == Kind.REPLY or kind == Kind.ERROR:
             self._sort_reply(self._agent.take(peer, message.call_id), message, arrivals)
         elif kind == Kind.CALL:
@@ -303,20 +305,20 @@ class Inbox:
         elif kind == Kind.REMOTE:
             self._agent.tally.receive()
             name, id, fork = message.head
-            kept = self._agent.rrefs.expect(id, None if peer.is_self else fork, peer.id)
+            kept = self._agent.rrefs.expect(id, fork, peer)
             jobs.append((message.depth, partial(self._service.serve, message, kept)))
         elif kind == Kind.FETCH:
-            kept = self._agent.rrefs.find(message.head)
+            held = self._agent.rrefs.held(message.head, peer)
             self._agent.tally.receive()
-            kept.when_set(
-                partial(self._agent.submit, message.depth, partial(self._service.send_value, message, kept))
-            )
+            if held is None:
+                error = self._agent.rrefs.not_held(message.head, peer)
+                jobs.append((message.depth, partial(self._service.answer_error, message, error)))
+            else:
+                send = partial(self._service.send_value, message, held)
+                held.when_set(partial(self._agent.submit, message.depth, send))
         elif kind == Kind.GATHER:
-            label, number, name, names, timeout_s = message.head
-            if name != peer.name:
-                raise ProtocolError(f"a part of an all_gather in the name of {name!r}")
-            gatherings = self._agent.links.gatherings
-            jobs.append((0, partial(gatherings.receive, message, (label, number), name, names, timeout_s)))
+            call = self._agent.links.gatherings.check(message)
+            jobs.append((0, partial(self._agent.links.gatherings.receive, message, call)))
         elif kind == Kind.RREF:
             if message.call_id:
                 self._agent.tally.receive()
@@ -328,6 +330,8 @@ class Inbox:
             peer.borrower.unmap(dropped)
         elif kind == Kind.LOST:
             name, incarnation, reason = message.head
+            if not type(name) is type(incarnation) is type(reason) is str:
+                raise ProtocolError("word of a loss that names nobody")
             jobs.append((0, partial(self._agent.links.heard_lost, peer, name, incarnation, reason)))
         elif kind == Kind.GOODBYE:
             self._agent.links.left(peer)

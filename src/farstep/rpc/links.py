@@ -152,6 +152,15 @@ class Links:
         peer = self._by_id.get(worker_id)
         return peer is not None and peer.state is PeerState.PRESENT
 
+    def has(self, name: str) -> bool:
+        """Whether a worker of that name is here, as far as is known."""
+        peer = self._by_name.get(name)
+        return peer is not None and peer.state is PeerState.PRESENT
+
+    def is_gone(self, worker_id: int) -> bool:
+        peer = self._by_id.get(worker_id)
+        return peer is not None and peer.state is not PeerState.PRESENT
+
     @property
     def spin_s(self) -> float:
         """How long a thread that waits looks before it sleeps: longer where every worker of this host can have a core, but for the one that waits."""
@@ -334,6 +343,7 @@ class Links:
             peer is None
             or peer.card.incarnation != incarnation
             or peer.is_self
+            or peer.is_accused  # one look is enough, however many say so
             or peer.sender
             or peer.receiver
         ):

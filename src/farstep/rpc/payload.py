@@ -226,9 +226,21 @@ def _tensor(index: int) -> torch.Tensor:
     return tensor
 
 
+class Refused:
+    """In place of a reference that its sender does not hold. Whoever unpacks the message gets the error."""
+
+    _awaited = None
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
 def ref_slot(index: int) -> Any:
     """The reference that `Packer.add_ref` numbered so. Only while a message is being unpacked."""
-    return _loading.message[1][_checked_index(index)]
+    ref = _loading.message[1][_checked_index(index)]
+    if type(ref) is Refused:
+        raise ref.error
+    return ref
 
 
 def _checked_index(index: Any) -> int:

@@ -6,7 +6,9 @@ What a user can do with one is here; when the owner may forget the value is `rre
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -37,18 +39,63 @@ def id_str(id: GlobalId) -> str:
     return f"GloballyUniqueId(created_on={id[0]}, local_id={id[1]})"
 
 
+@dataclass
+class Fork:
+    """One user's reference, as the owner has it written down."""
+
+    holder: int
+    parent: int
+    """The worker that gave it to the holder."""
+    confirmed: bool
+    """Whether the holder is known to have got it."""
+
+
+class Confirmation:
+    """The owner's word on a reference that a third worker sent: awaited, or given."""
+
+    __slots__ = ("_given", "error")
+
+    def __init__(self) -> None:
+        self._given = threading.Event()
+        self.error: BaseException | None = None
+
+    def give(self, error: BaseException | None) -> None:
+        self.error = error
+        self._given.set()
+
+    def wait(self, deadline: float | None) -> bool:
+        return self._given.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+
+
 class Value:
     """What an owner keeps: a value, an error, or neither yet."""
 
     def __init__(self, id: GlobalId) -> None:
         self.id = id
-        self.forks: dict[GlobalId, Any] = {}
-        self.expected_from: int | None = None
+        self.forks: dict[GlobalId, Fork] = {}
+        self._holders: dict[int, int] = {}
         self._lock = threading.Lock()
         self._ready = threading.Event()
         self._value: Any = None
         self._error: BaseException | None = None
         self._waiting: list[Callable[[], None]] = []
+
+    # -- who holds it: under the lock of the table
+
+    def add_fork(self, id: GlobalId, fork: Fork) -> None:
+        self.forks[id] = fork
+        self._holders[fork.holder] = self._holders.get(fork.holder, 0) + 1
+
+    def drop_fork(self, id: GlobalId) -> None:
+        holder = self.forks.pop(id).holder
+        self._holders[holder] -= 1
+        if not self._holders[holder]:
+            del self._holders[holder]
+
+    def is_held_by(self, worker: int) -> bool:
+        return worker in self._holders
+
+    # -- the value itself
 
     def set(self, value: Any = None, error: BaseException | None = None) -> None:
         with self._lock:
@@ -103,6 +150,7 @@ class RRef(Generic[T]):
         self._fork: GlobalId | None = None
         self._confirmed = True
         self._pending = False
+        self._awaited: Confirmation | None = None
         self._creation: torch.futures.Future[Any] | None = None
         self._type: torch.futures.Future[type] | None = None
         self._deleted = False
@@ -110,7 +158,7 @@ class RRef(Generic[T]):
         return self
 
     def _become_user(
-        self, agent: Agent, owner: WorkerInfo, id: GlobalId, fork: GlobalId, confirmed: bool
+        self, agent: Agent, owner: WorkerInfo, id: GlobalId, fork: GlobalId, confirmed: bool, awaited: bool
     ) -> RRef[T]:
         self._agent = agent
         self._owner = owner
@@ -119,6 +167,7 @@ class RRef(Generic[T]):
         self._fork = fork
         self._confirmed = confirmed
         self._pending = not confirmed
+        self._awaited = Confirmation() if awaited else None
         self._creation = None
         self._type = None
         self._deleted = False
@@ -155,6 +204,8 @@ class RRef(Generic[T]):
         if self._kept is not None:
             return self._kept.get(self._agent.effective_timeout(timeout))  # type: ignore[no-any-return]
         self._check_usable("to_here()")
+        if self._awaited is not None:
+            timeout = self._await_owner_within(timeout)
         return self._agent.fetch(self._owner, self._id, timeout)  # type: ignore[no-any-return]
 
     def local_value(self) -> T:
@@ -183,6 +234,29 @@ class RRef(Generic[T]):
                 f"RRef creation via rpc.remote() timed out, so its value may not exist on {self._owner.name!r}: "
                 f"{self._not_created}"
             )
+
+    def _await_owner_within(self, timeout: float) -> float:
+        """As `_await_owner`. Returns what is left of the timeout."""
+        seconds = self._agent.effective_timeout(timeout)
+        if not seconds:
+            self._await_owner(None)
+            return 0.0
+        deadline = time.monotonic() + seconds
+        self._await_owner(deadline)
+        return max(0.001, deadline - time.monotonic())
+
+    def _await_owner(self, deadline: float | None) -> None:
+        """Wait until the owner knows that this worker holds the reference. See [Note: who holds] in rref_table.py."""
+        awaited = self._awaited
+        if awaited is None:
+            return
+        self._agent.about_to_wait()
+        if not awaited.wait(deadline):
+            raise RpcTimeout(
+                f"{self}: its owner, worker {self._owner.name!r}, has not confirmed in time that this worker holds it"
+            )
+        if awaited.error is not None:
+            raise fresh(awaited.error)
 
     # -- calls on the value
 
@@ -241,8 +315,11 @@ class RRef(Generic[T]):
         )
 
 
-def user_rref(agent: Agent, owner: WorkerInfo, id: GlobalId, fork: GlobalId, *, confirmed: bool) -> RRef[Any]:
-    return RRef.__new__(RRef)._become_user(agent, owner, id, fork, confirmed)
+def user_rref(
+    agent: Agent, owner: WorkerInfo, id: GlobalId, fork: GlobalId, *, confirmed: bool, awaited: bool = False
+) -> RRef[Any]:
+    """A user's reference. `awaited`: it may be used when the owner has confirmed it."""
+    return RRef.__new__(RRef)._become_user(agent, owner, id, fork, confirmed, awaited)
 
 
 def owner_rref(agent: Agent, kept: Value) -> RRef[Any]:

@@ -1,33 +1,51 @@
-"""When an owner may forget a value: exactly when its last user is gone, whether it let go or died.
+"""When an owner may forget a value: exactly when its last user is gone, whether it let go or died. And who may use it till then.
 
 A *fork* is one user's reference. The owner keeps a value while it has forks (or while the owner's own code holds it).
 
+* A user P asks an owner to make a value: REMOTE has the value's id and P's fork, both of P's making.
 * The owner sends a reference to C: it writes C's fork down before the message leaves.
 * A user S sends one to C: S tells the owner ADD(fork of C), and then sends the message. S's own fork can only be
   deleted after that ADD, because both travel on the one connection from S to the owner. So there is no
   moment at which the owner has no fork of a reference that is on its way, and S need not wait for anything.
-* C receives it, tells the owner CONFIRM, and runs the call when the owner has answered.
-* C lets go: DELETE. It may overtake S's ADD, which takes another connection; the owner then remembers the
-  early DELETE until that ADD arrives.
+* C receives it, tells the owner CONFIRM, and runs the call when the owner has answered. The owner answers when it has the
+  ADD, which takes another connection: a CONFIRM that comes first waits for it.
+* C lets go: DELETE. It may overtake S's ADD as well; the owner then remembers it until that ADD arrives. S itself may
+  withdraw a fork whose message did not leave, as long as C has not confirmed it.
 * C dies: the owner drops C's forks. S dies: a fork that S added and C has not confirmed may never have
-  reached C. The owner asks C, and C answers when it has read all that S ever sent it.
+  reached C. The owner asks C (check), and C answers when it has read all that S ever sent it.
+
+[Note: who holds] A worker *holds* a value while the owner has a fork of it written down for that worker. Holders, and only they, may
+fetch the value, send a reference to it home to the owner, and add forks for others; ids and forks belong to the worker whose
+rank is in them. An honest worker is never refused. Whatever it says about a reference follows, on its one connection to the owner,
+    - its own REMOTE, if it had the value made;
+    - what the owner sent it, and wrote down before;
+    - or the answer to its CONFIRM, which comes after the ADD: it does not use a reference from a third worker before that;
+and comes before its own DELETE, since the reference lives while it is used. Nobody else can delete its fork, once confirmed.
+
+One that is not held is an RRefError for the call that names it, and not the end of the connection: C may have been given a
+forged reference, and must not lose its owner by asking. What only the sender can have made up costs it the connection.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import secrets
 import threading
 import time
 import weakref
-from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections import Counter, deque
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
-from farstep.errors import RpcError, RpcTimeout, RRefError, WorkerLost
+from farstep.errors import NotInitialized, ProtocolError, RpcError, RpcTimeout, RRefError, UnknownWorker
 from farstep.rpc.membership import WorkerInfo
-from farstep.rpc.rref import GlobalId, RRef, Value, id_str, owner_rref, user_rref
-from farstep.rpc.schema import is_fork_list
+from farstep.rpc.payload import Refused
+from farstep.rpc.rref import Fork, GlobalId, RRef, Value, id_str, owner_rref, user_rref
+from farstep.rpc.rref_early import EarlyWords
+from farstep.rpc.rref_notes import ForkNote, are_pairs, check_control, check_id, check_note
+from farstep.rpc.service import rebuild_error
 from farstep.rpc.wire import Kind
 
 if TYPE_CHECKING:
@@ -38,17 +56,9 @@ if TYPE_CHECKING:
 __all__ = ["RRefTable"]
 
 log = logging.getLogger("farstep.rpc")
-ForkNote = tuple[int, str, GlobalId, GlobalId | None, int, bool]
-"""How a reference travels: owner's rank and name, its id, the receiver's fork (None: the receiver is the owner),
-the sender's rank, whether the owner knows of the fork already."""
-
-
-@dataclass
-class Fork:
-    holder: int
-    parent: int
-    confirmed: bool
-    added: bool  # whether the ADD has been seen, or none will come
+MAX_CHECKS: Final = 1024
+"""An owner asks once for each worker that is lost."""
+Answers = list[tuple["Message", RRefError | None]]
 
 
 class RRefTable:
@@ -60,13 +70,20 @@ class RRefTable:
         self._changed = threading.Condition(self._lock)
         self._ids = itertools.count()
         self._owned: dict[GlobalId, Value] = {}
-        self._deleted_early: dict[GlobalId, int] = {}
+        self._own: weakref.WeakValueDictionary[GlobalId, Value] = weakref.WeakValueDictionary()
+        """Values that this worker has asked itself to make, until the request arrives. Its handle keeps them."""
+        self._early = EarlyWords()
+        self._checks: Counter[int] = Counter()
         self._users: weakref.WeakValueDictionary[GlobalId, RRef[Any]] = weakref.WeakValueDictionary()
         self._dropped: deque[tuple[int, GlobalId, GlobalId]] = deque()
         self._in_creation: set[GlobalId] = set()
 
     def new_id(self) -> GlobalId:
         return self._agent.info.id, next(self._ids)
+
+    def count_from_anywhere(self) -> None:
+        """In a group that can be joined again: an id must not be one of an earlier worker of this rank, which others may still hold."""
+        self._ids = itertools.count(secrets.randbits(60))
 
     # -- sending and receiving references
 
@@ -82,26 +99,19 @@ class RRefTable:
             raise RRefError(
                 f"{rref} has been deleted by shutdown. Cannot call fork an UserRRef after deletion."
             )
-        if to.id == owner.id:
-            if (
-                rref._kept is not None
-            ):  # to oneself: the value must outlive the handle until the message is opened
-                with self._lock:
-                    fork = self._add_fork(rref._kept, me, me)
-                return owner.id, owner.name, rref._id, fork, me, True
-            return owner.id, owner.name, rref._id, None, me, True
         if rref._kept is not None:
-            with self._lock:
-                fork = self._add_fork(rref._kept, to.id, me)
+            with self._lock:  # also to oneself: the value must outlive the handle until the message is opened
+                fork = self._add_own_fork(rref._kept, to.id)
             return owner.id, owner.name, rref._id, fork, me, True
+        rref._check_usable("fork")
+        until = self._agent.soon() if deadline is None else deadline
+        if rref._awaited is not None:
+            rref._await_owner(until)
+        if to.id == owner.id:
+            return owner.id, owner.name, rref._id, None, me, True
         fork = self.new_id()
         try:
-            self._agent.peer(owner.id).post(
-                Kind.RREF,
-                0,
-                ("add", [(rref._id, fork, to.id)]),
-                deadline=self._agent.soon() if deadline is None else deadline,
-            )
+            self._agent.peer(owner.id).post(Kind.RREF, 0, ("add", [(rref._id, fork, to.id)]), deadline=until)
         except RpcTimeout as exc:
             self.let_go(owner.id, rref._id, fork)  # should it arrive after all
             raise RpcTimeout(
@@ -109,9 +119,9 @@ class RRefTable:
             ) from exc
         return owner.id, owner.name, rref._id, fork, me, False
 
-    def _add_fork(self, kept: Value, holder: int, parent: int) -> GlobalId:
+    def _add_own_fork(self, kept: Value, holder: int) -> GlobalId:
         fork = self.new_id()
-        kept.forks[fork] = Fork(holder, parent, True, True)
+        kept.add_fork(fork, Fork(holder, self._agent.info.id, confirmed=True))
         self._owned[kept.id] = kept
         return fork
 
@@ -123,44 +133,71 @@ class RRefTable:
         if notes:
             self._agent.wake()
 
-    def adopt(self, note: ForkNote) -> RRef[Any]:
-        """The reference of an arriving message. Called in the order of arrival."""
-        owner_id, owner_name, id, fork, _, known = note
-        if owner_id == self._agent.info.id:
-            with self._lock:
-                kept = self._owned.get(id)
-                if kept is None:
-                    kept = self._owned[id] = Value(id)
-                    kept.expected_from = id[0]
-                if fork is not None:  # from oneself: the handle takes over from the fork
-                    kept.forks.pop(fork, None)
-                    self._forget_if_free(kept)
-            return owner_rref(self._agent, kept)
-        if fork is None:
-            raise RRefError(f"a reference to RRef {id_str(id)} came without a fork")
-        return user_rref(self._agent, WorkerInfo(owner_name, owner_id), id, fork, confirmed=known)
+    def adopt(self, note: Any, peer: Peer) -> RRef[Any] | Refused:
+        """The reference of a message that came from `peer`. Called in the order of arrival."""
+        owner_id, owner_name, id, fork, _, known = check_note(note, peer, self._agent.info)
+        if owner_id != self._agent.info.id:
+            assert fork is not None  # for mypy: check_note has looked
+            owner = WorkerInfo(owner_name, owner_id)
+            return user_rref(self._agent, owner, id, fork, confirmed=known, awaited=not known)
+        with self._lock:
+            kept = self._owned.get(id)
+            if kept is None or not kept.is_held_by(peer.id):
+                return Refused(self.not_held(id, peer))
+            if fork is not None:  # from oneself: the handle takes over from the fork
+                if fork in kept.forks:
+                    kept.drop_fork(fork)
+                self._forget_if_free(kept)
+        return owner_rref(self._agent, kept)
 
-    def confirm(self, rrefs: list[RRef[Any]], parent: int, then: Any) -> None:
-        """Tell the owners of references that a third worker sent; call `then` when all have answered."""
+    def not_held(self, id: GlobalId, peer: Peer) -> RRefError:
+        return RRefError(
+            f"worker {peer.name!r} holds no reference to RRef {id_str(id)} on worker {self._agent.info.name!r}. A worker "
+            f"gets one with a call or a result, and may use it until it lets go"
+        )
+
+    def confirm(self, rrefs: list[RRef[Any]], then: Callable[[BaseException | None], None]) -> None:
+        """Ask the owners of references that a third worker sent; call `then` when all have answered, with the first error."""
         waiting = [len(rrefs)]
+        errors: list[BaseException] = []
         lock = threading.Lock()
 
         def answered(rref: RRef[Any], error: BaseException | None) -> None:
+            awaited = rref._awaited
             rref._confirmed = error is None
             rref._pending = False
+            if error is None:
+                rref._awaited = None
+            if awaited is not None:
+                awaited.give(error)
             with lock:
+                if error is not None:
+                    errors.append(error)
                 waiting[0] -= 1
                 done = waiting[0] == 0
             if done:
-                then()
+                then(errors[0] if errors else None)
 
         for rref in rrefs:
-            head = ("confirm", [(rref._id, rref._fork, parent)])
-            hook = _tell(answered, rref)
             try:
-                self._agent.request(self._agent.peer(rref._owner.id), Kind.RREF, head, hook)
+                assert rref._fork is not None  # for mypy: it is a user's
+                owner = self._agent.peer(rref._owner.id)
+                if owner.name != rref._owner.name:
+                    raise RRefError(f"{rref} is said to be of {rref._owner}, and that is {owner.name!r}")
+                head = ("confirm", [(rref._id, rref._fork, rref._fork[0])])
+                self._agent.request(owner, Kind.RREF, head, partial(self._answered, partial(answered, rref)))
             except RpcError as exc:
-                answered(rref, exc)
+                answered(rref, exc.with_traceback(None))
+
+    def _answered(
+        self,
+        then: Callable[[BaseException | None], None],
+        message: Message | None,
+        error: BaseException | None,
+    ) -> None:
+        if error is None and message is not None and message.kind == Kind.ERROR:
+            error = rebuild_error(message, self._agent.trust)
+        then(error)
 
     def creating(self, rref: RRef[Any]) -> None:
         """A user asked an owner to make this value."""
@@ -220,149 +257,183 @@ class RRefTable:
 
     # -- as owner
 
-    def expect(self, id: GlobalId, fork: GlobalId | None, holder: int) -> Value:
-        """A peer asks to make a value: its entry is there before anything else is read from that peer.
-
-        Without a fork this worker asks itself, and its own handle keeps the value.
-        """
-        with self._lock:
-            kept = self._owned.get(id)
-            if kept is None:
-                kept = self._owned[id] = Value(id)
-            kept.expected_from = None
-            if fork is not None:
-                kept.forks[fork] = Fork(holder, holder, True, True)
-            self._forget_if_free(kept)
+    def begin_own(self, id: GlobalId) -> Value:
+        """This worker is about to ask itself to make a value."""
+        kept = self._own[id] = Value(id)
         return kept
 
-    def find(self, id: GlobalId) -> Value:
-        """The value of that id; waits to be made if it is not here yet."""
+    def expect(self, id: Any, fork: Any, peer: Peer) -> Value:
+        """A peer asks to make a value: its entry is there before anything else is read from that peer."""
+        check_id(id, peer)
+        check_id(fork, peer)
+        with self._lock:
+            if peer.is_self:
+                return self._own.pop(id)
+            if id[0] != peer.id or fork[0] != peer.id or id in self._owned:
+                raise ProtocolError(
+                    f"a value whose id is not {peer.name!r}'s to give, or is taken: {id_str(id)}"
+                )
+            kept = self._owned[id] = Value(id)
+            kept.add_fork(fork, Fork(peer.id, peer.id, confirmed=True))
+        return kept
+
+    def held(self, id: Any, peer: Peer) -> Value | None:
+        """The value of that id, if the peer holds it."""
+        check_id(id, peer)
         with self._lock:
             kept = self._owned.get(id)
-            if kept is None:
-                kept = self._owned[id] = Value(id)
-                kept.expected_from = id[0]
-            return kept
+            return kept if kept is not None and kept.is_held_by(peer.id) else None
 
     def control(self, message: Message) -> None:
         """Handle an RREF message. On the reader's thread, in order."""
-        verb, items = message.head
+        verb, items = check_control(message)
         freed: list[Value] = []  # values die outside of the lock: their destructors are the user's code
+        answers: Answers = []
         peer = message.peer
         with self._lock:
             if verb == "add":
                 for id, fork, holder in items:
-                    self._add(id, fork, holder, peer.id, freed)
+                    self._add(id, fork, holder, peer, answers)
             elif verb == "confirm":
-                for id, fork, parent in items:
-                    self._confirm(id, fork, peer.id, parent)
+                self._confirm(message, items[0][0], items[0][1], answers)
             elif verb == "delete":
                 for id, fork in items:
-                    self._delete(id, fork, peer.id, freed)
+                    self._delete(id, fork, peer.id, freed, answers)
+            else:
+                self._checks[peer.id] += 1
+                if self._checks[peer.id] > MAX_CHECKS:
+                    raise ProtocolError(f"worker {peer.name!r} asks after lost workers without end")
             self._changed.notify_all()
-        if verb == "confirm":
-            self._agent.submit(0, lambda: self._agent.service.answer(message, None))
-        elif verb == "check":
+        self._answer(answers)
+        if verb == "check":
             parent, forks = items
             self._agent.when_gone(parent, lambda: self._answer_check(message, forks))
-        elif verb not in ("add", "delete"):
-            raise RpcError(f"worker {peer.name!r} sent an unknown reference message {verb!r}")
+
+    def _answer(self, answers: Answers) -> None:
+        for message, error in answers:
+            if error is None:
+                self._agent.submit(0, partial(self._agent.service.answer, message, None))
+            else:
+                self._agent.submit(0, partial(self._agent.service.answer_error, message, error))
 
     def _answer_check(self, message: Message, forks: list[tuple[GlobalId, GlobalId]]) -> None:
-        missing = [(id, fork) for id, fork in forks if fork not in self._users]
-        self._agent.submit(0, lambda: self._agent.service.answer(message, missing))
+        asker = message.peer.id
+        with self._lock:
+            self._checks[asker] -= 1
+            if not self._checks[asker]:
+                del self._checks[asker]
+        missing = []
+        for id, fork in forks:
+            rref = self._users.get(fork)
+            if rref is None or rref._id != id or rref._owner.id != asker:
+                missing.append((id, fork))
+        self._agent.submit(0, partial(self._agent.service.answer, message, missing))
 
-    def _add(self, id: GlobalId, fork: GlobalId, holder: int, parent: int, freed: list[Value]) -> None:
-        if self._deleted_early.pop(fork, None) is not None or not self._agent.is_present(holder):
+    def _add(self, id: GlobalId, fork: GlobalId, holder: int, peer: Peer, answers: Answers) -> None:
+        kept = self._owned.get(id)
+        if holder == self._agent.info.id or (kept is not None and fork in kept.forks):
+            raise ProtocolError(f"a fork that {peer.name!r} cannot add: for its owner, or a second time")
+        waiting, was_deleted = self._early.take(holder, fork)
+        if kept is None or not kept.is_held_by(peer.id):
+            log.warning("%s", self.not_held(id, peer))
+            if waiting is not None:
+                answers.append((waiting, self.not_held(id, peer)))
             return
-        kept = self._known_or_expected(id)
-        if kept is None:
-            return
-        known = kept.forks.get(fork)
-        if known is None:
-            kept.forks[fork] = Fork(holder, parent, False, True)
-        else:
-            known.added = True
+        if not (was_deleted or self._agent.is_gone(holder)):
+            kept.add_fork(fork, Fork(holder, peer.id, confirmed=waiting is not None))
+        if waiting is not None:
+            answers.append((waiting, None))
 
-    def _confirm(self, id: GlobalId, fork: GlobalId, holder: int, parent: int) -> None:
-        kept = self._known_or_expected(id)
-        if kept is None:
-            return
-        known = kept.forks.get(fork)
-        if known is None:
-            kept.forks[fork] = Fork(holder, parent, True, False)
-        else:
+    def _confirm(self, message: Message, id: GlobalId, fork: GlobalId, answers: Answers) -> None:
+        holder, maker = message.peer.id, fork[0]
+        kept = self._owned.get(id)
+        known = None if kept is None else kept.forks.get(fork)
+        if known is not None and known.holder == holder:
             known.confirmed = True
+            answers.append((message, None))
+        elif (
+            known is not None
+            or maker in (holder, self._agent.info.id)  # its ADD cannot come after this
+            or not self._agent.is_present(maker)
+            or not self._early.confirm(holder, fork, message)
+        ):
+            answers.append((message, self.not_held(id, message.peer)))
 
-    def _delete(self, id: GlobalId, fork: GlobalId, holder: int, freed: list[Value]) -> None:
+    def _delete(
+        self, id: GlobalId, fork: GlobalId, teller: int, freed: list[Value], answers: Answers
+    ) -> None:
+        me, maker = self._agent.info.id, fork[0]
         kept = self._owned.get(id)
-        if kept is None:
-            return
-        known = kept.forks.pop(fork, None)
-        if (known is None or not known.added) and self._agent.is_present(fork[0]):
-            self._deleted_early[fork] = fork[
-                0
-            ]  # the ADD is still on its way from the worker that made the fork
-        if self._forget_if_free(kept):
-            freed.append(kept)
-
-    def _known_or_expected(self, id: GlobalId) -> Value | None:
-        """Word of a reference may overtake the call that makes its value, which another worker has sent."""
-        kept = self._owned.get(id)
-        if kept is None and id[0] != self._agent.info.id and self._agent.is_present(id[0]):
-            kept = self._owned[id] = Value(id)
-            kept.expected_from = id[0]
-        return kept
+        known = None if kept is None else kept.forks.get(fork)
+        if kept is None or known is None:
+            if maker not in (me, teller) and teller != me and self._agent.is_present(maker):
+                waiting = self._early.delete(teller, fork)
+                if waiting is not None:
+                    answers.append((waiting, self.not_held(id, waiting.peer)))
+        elif teller in (me, known.holder) or (teller == known.parent and not known.confirmed):
+            kept.drop_fork(fork)
+            if self._forget_if_free(kept):
+                freed.append(kept)
 
     def _forget_if_free(self, kept: Value) -> bool:
-        if kept.forks or kept.expected_from is not None:
+        if kept.forks:
             return False
-        self._owned.pop(kept.id, None)
+        if self._owned.get(kept.id) is kept:
+            del self._owned[kept.id]
         return True
 
     def worker_gone(self, worker: int, name: str) -> None:
-        """Drop what a lost worker held, fail what it was to make, and ask after forks that it alone vouched for."""
+        """Drop what a lost worker held, and ask after forks that it alone vouched for."""
         freed: list[Value] = []
-        failed: list[Value] = []
         doubtful: dict[int, list[tuple[GlobalId, GlobalId]]] = {}
         with self._lock:
-            for fork in [f for f, parent in self._deleted_early.items() if parent == worker]:
-                del self._deleted_early[fork]
+            answers: Answers = [
+                (
+                    m,
+                    RRefError(
+                        f"worker {name!r} was lost before it could hand RRef {id_str(m.head[1][0][0])} on"
+                    ),
+                )
+                for m in self._early.worker_gone(worker)
+            ]
             for kept in list(self._owned.values()):
                 for fork, note in list(kept.forks.items()):
                     if note.holder == worker:
-                        del kept.forks[fork]
+                        kept.drop_fork(fork)
                     elif note.parent == worker and not note.confirmed:
                         doubtful.setdefault(note.holder, []).append((kept.id, fork))
-                if kept.expected_from == worker:
-                    kept.expected_from = None
-                    failed.append(kept)
                 if self._forget_if_free(kept):
                     freed.append(kept)
             self._changed.notify_all()
-        for kept in failed:
-            kept.set(error=WorkerLost(name, "it was lost before the value of this RRef was made"))
+        self._answer(answers)
         for holder, forks in doubtful.items():
+            hook = partial(self._checked, holder, forks)
             try:
-                peer = self._agent.peer(holder)
-                self._agent.request(peer, Kind.RREF, ("check", (worker, forks)), self._checked(holder))
+                self._agent.request(self._agent.peer(holder), Kind.RREF, ("check", (worker, forks)), hook)
+            except UnknownWorker:
+                self._drop(holder, forks)
             except RpcError:
                 pass  # the holder is gone too: its own loss drops them
 
-    def _checked(self, holder: int) -> Any:
-        def hook(message: Message | None, error: BaseException | None) -> None:
-            if message is None:
-                return
-            freed: list[Value] = []
+    def _checked(
+        self,
+        holder: int,
+        asked: list[tuple[GlobalId, GlobalId]],
+        message: Message | None,
+        error: BaseException | None,
+    ) -> None:
+        """The holder says which of its forks never reached it. It has no say in others'."""
+        if message is not None and message.kind == Kind.REPLY:
             missing = message.value(self._agent.trust)
-            if not is_fork_list(missing):
-                return  # whoever answers so keeps what it is thought to have
-            with self._lock:
-                for id, fork in missing:
-                    self._delete(id, fork, holder, freed)
-                self._changed.notify_all()
+            if are_pairs(missing):
+                self._drop(holder, [each for each in missing if each in asked])
 
-        return hook
+    def _drop(self, holder: int, forks: list[tuple[GlobalId, GlobalId]]) -> None:
+        freed: list[Value] = []
+        with self._lock:
+            for id, fork in forks:
+                self._delete(id, fork, holder, freed, [])
+            self._changed.notify_all()
 
     # -- what is left
 
@@ -399,7 +470,6 @@ class RRefTable:
             owned, self._owned = self._owned, {}
             self._in_creation.clear()
         owned.clear()
-
-
-def _tell(answered: Any, rref: RRef[Any]) -> Any:
-    return lambda message, error: answered(rref, error)
+        for rref in list(self._users.values()):
+            if rref._awaited is not None:  # nobody will ask its owner any more
+                rref._awaited.give(NotInitialized(f"worker {self._agent.info.name!r} has shut down"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import traceback
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from farstep.errors import (
     WorkerLost,
 )
 from farstep.rpc.calls import without_frames
+from farstep.rpc.current import running
 from farstep.rpc.forked import end_child
 from farstep.rpc.message import EMPTY, Message
 from farstep.rpc.payload import Packed, pack
@@ -46,18 +48,34 @@ class Service:
 
     def serve(self, message: Message, kept: Any = None) -> None:
         """Run a call for a peer."""
-        strangers = [r for r in message.refs if r._pending] if message.refs else None
-        if strangers:
-            again = partial(self._agent.submit, message.depth, partial(self._serve_now, message, kept))
-            self._agent.rrefs.confirm(strangers, message.peer.id, again)
+        if message.refs:
+            self.when_confirmed(message, message.depth, partial(self._serve_confirmed, message, kept))
         else:
             self._serve_now(message, kept)
 
-    def confirm_later(self, message: Message) -> None:
-        """References in a result: the owner is told, and nobody waits."""
-        strangers = [r for r in message.refs if r._pending]
+    def when_confirmed(
+        self, message: Message, depth: int, then: Callable[[BaseException | None], None]
+    ) -> None:
+        """Go on when the owners have confirmed the references that a message brought; with an error where one has not."""
+        strangers = [r for r in message.refs if r._awaited is not None]
         if strangers:
-            self._agent.submit(0, partial(self._agent.rrefs.confirm, strangers, message.peer.id, _nothing))
+            self._agent.rrefs.confirm(
+                strangers, lambda error: self._agent.submit(depth, partial(then, error))
+            )
+        else:
+            then(None)
+
+    def _serve_confirmed(self, message: Message, kept: Any, error: BaseException | None) -> None:
+        if error is None:
+            self._serve_now(message, kept)
+        else:
+            self._conclude(message, kept, None, error)
+
+    def confirm_later(self, message: Message, depth: int) -> None:
+        """References in a result: the owner is told, and only who uses one waits. `depth`: below that of any who may."""
+        strangers = [r for r in message.refs if r._awaited is not None]
+        if strangers:
+            self._agent.submit(depth, partial(self._agent.rrefs.confirm, strangers, _nothing))
 
     def _serve_now(self, message: Message, kept: Any) -> None:
         name = function = None
@@ -67,6 +85,7 @@ class Service:
             if name is not None:
                 function = self._find(*name)
             self._agent.trust.check_called(function)
+            running.caller = message.peer.id
             if message.extra is None:
                 result = function(*args, **kwargs)
             else:
@@ -202,7 +221,7 @@ class Service:
         return True
 
 
-def _nothing() -> None:
+def _nothing(error: BaseException | None) -> None:
     pass
 
 
