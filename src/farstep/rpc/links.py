@@ -17,6 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from farstep.errors import (
@@ -30,12 +31,13 @@ from farstep.errors import (
     WorkerLost,
 )
 from farstep.rpc import handshake
-from farstep.rpc.connection import Receiver, Sender
+from farstep.rpc.connection import Receiver
 from farstep.rpc.gather import Gatherings
 from farstep.rpc.listener import Listener, keep_alive
 from farstep.rpc.membership import Card, Roster, WorkerInfo, host_key
 from farstep.rpc.options import HOW_TO_SET_A_SECRET
 from farstep.rpc.peer import Attempt, Peer, PeerState, SelfPeer
+from farstep.rpc.sender import Sender
 from farstep.rpc.shm import Lender, SharedBudget
 from farstep.rpc.wire import Kind
 
@@ -219,17 +221,34 @@ class Links:
                 raise peer.lost_error()
             self._check_reachable(peer)
             sock = self._connect(peer, deadline)
-            sender = Sender(sock, self._agent.options.max_frame_bytes)
+            options = self._agent.options
+            sender = Sender(sock, options.max_frame_bytes, options.max_bytes_per_peer // 4)
+            self._see_to_backlog(peer, sender)
             if sender.shares_host and self._agent.options.shared_memory_bytes:
                 peer.lender = Lender(self._budget)
             peer.sender = sender
-            self._agent.reactor.watch(sock.fileno(), lambda: self._sender_ended(peer, sender))
+            self._agent.reactor.watch(
+                sock.fileno(),
+                lambda: self._sender_ended(peer, sender),
+                lambda: self._sender_writable(peer, sender),
+            )
             if peer.state is not PeerState.PRESENT or self._closed:  # lost meanwhile
                 self._hang_up(peer)
                 raise peer.lost_error()
             return sender
         finally:
             peer.dial_lock.release()
+
+    def _see_to_backlog(self, peer: Peer, sender: Sender) -> None:
+        reactor, fd = self._agent.reactor, sender.sock.fileno()
+        sender.arm = lambda for_writing: reactor.arm(fd, for_writing=for_writing)
+        sender.on_full = partial(reactor.hold, peer.lane)
+
+    def _sender_writable(self, peer: Peer, sender: Sender) -> None:
+        try:
+            sender.flush_now()
+        except OSError as exc:
+            self.lose(peer, f"writing to it failed: {exc}")
 
     def _connect(self, peer: Peer, deadline: float) -> socket.socket:
         """Dial and introduce. A peer that refuses is not there any more; a door that is too full is tried again."""
@@ -283,9 +302,11 @@ class Links:
             raise
 
     def _knock(self, sock: socket.socket) -> None:
-        self._listener.on_knock(sock)
-        if not self._closed:
-            self._agent.reactor.arm(sock.fileno())
+        try:
+            self._listener.on_knock(sock)
+        finally:
+            if not self._closed:
+                self._agent.reactor.arm(sock.fileno())
 
     def _admit(self, sock: socket.socket, introduction: handshake.Introduction) -> None:
         """A peer has passed the handshake: take its connection, if it is one of the group."""
@@ -310,6 +331,7 @@ class Links:
             keep_alive(sock, self._agent.options.heartbeat_s)
         receiver = Receiver(sock, peer.id, self._agent.options.max_frame_bytes, self.spin_s)
         peer.receiver = receiver
+        peer.intake.resume = lambda: self._agent.inbox.arm(peer, receiver)
         self._agent.reactor.watch(receiver.fd, lambda: self._agent.inbox.on_readable(peer, receiver))
         if peer.state is not PeerState.PRESENT or self._closed:
             self._hang_up(peer)
@@ -330,7 +352,8 @@ class Links:
 
         Where the peer dialled too, that connection ends as well, and a goodbye may still be in it.
         """
-        if peer.sender is sender and peer.receiver is None and not peer.is_arriving:
+        is_unread = peer.intake.is_paused or (peer.receiver is None and not peer.is_arriving)
+        if peer.sender is sender and is_unread:
             self.broken(peer, EOFError("it closed the connection"))
 
     def broken(self, peer: Peer, error: BaseException) -> None:
@@ -420,6 +443,7 @@ class Links:
 
     def _hang_up(self, peer: Peer) -> None:
         sender, receiver = peer.sender, peer.receiver
+        peer.turns.end()
         if sender is not None:
             self._agent.reactor.forget(sender.sock.fileno())
             sender.close()
@@ -440,7 +464,7 @@ class Links:
         for peer in self.peers():
             if not peer.is_self and peer.state is PeerState.PRESENT and not self._closed:
                 try:
-                    peer.post(Kind.LOST, 0, head, deadline=time.monotonic() + 5.0)
+                    peer.post(Kind.LOST, 0, head, deadline=time.monotonic() + 5.0, soon=True)
                 except RpcError:
                     continue
         self._watch_next(self._agent.soon())

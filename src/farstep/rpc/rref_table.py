@@ -100,6 +100,7 @@ class RRefTable:
                 0,
                 ("add", [(rref._id, fork, to.id)]),
                 deadline=self._agent.soon() if deadline is None else deadline,
+                soon=True,
             )
         except RpcTimeout as exc:
             self.let_go(owner.id, rref._id, fork)  # should it arrive after all
@@ -202,7 +203,8 @@ class RRefTable:
             by_owner.setdefault(owner_id, []).append((id, fork))
         for owner_id, forks in by_owner.items():
             try:
-                self._agent.peer(owner_id).post(Kind.RREF, 0, ("delete", forks), deadline=self._agent.soon())
+                owner = self._agent.peer(owner_id)
+                owner.post(Kind.RREF, 0, ("delete", forks), deadline=self._agent.soon(), soon=True)
             except RpcTimeout:
                 self._dropped.extend((owner_id, id, fork) for id, fork in forks)
             except RpcError:
@@ -260,7 +262,7 @@ class RRefTable:
                     self._delete(id, fork, peer.id, freed)
             self._changed.notify_all()
         if verb == "confirm":
-            self._agent.submit(0, lambda: self._agent.service.answer(message, None))
+            self._agent.submit(0, lambda: self._agent.service.answer(message, None), peer.control_lane)
         elif verb == "check":
             parent, forks = items
             self._agent.when_gone(parent, lambda: self._answer_check(message, forks))
@@ -269,7 +271,8 @@ class RRefTable:
 
     def _answer_check(self, message: Message, forks: list[tuple[GlobalId, GlobalId]]) -> None:
         missing = [(id, fork) for id, fork in forks if fork not in self._users]
-        self._agent.submit(0, lambda: self._agent.service.answer(message, missing))
+        answer = self._agent.service.answer
+        self._agent.submit(0, lambda: answer(message, missing), message.peer.control_lane)
 
     def _add(self, id: GlobalId, fork: GlobalId, holder: int, parent: int, freed: list[Value]) -> None:
         if self._deleted_early.pop(fork, None) is not None or not self._agent.is_present(holder):
