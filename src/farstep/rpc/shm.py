@@ -17,9 +17,11 @@ lock. So the finalizer only puts the number on a queue; the queue rides with the
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
+import resource
 import threading
 import weakref
 from collections import deque
@@ -35,8 +37,10 @@ __all__ = ["Borrower", "Lender", "SharedBudget"]
 MAX_NEW_PER_FRAME: Final = 200
 """A frame carries at most 253 file descriptors (Linux's SCM_MAX_FD)."""
 
-MAX_SEGMENTS: Final = 4096
-"""So many segments one worker lends to another. A process has some 65,000 mappings in all."""
+MAX_SEGMENTS: Final = min(4096, max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+"""So many segments one worker lends to another: each is a mapping and, as Python maps it, an open file."""
+
+_TOO_MUCH: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -248,6 +252,8 @@ class Borrower:
             except OSError:
                 pass  # an older kernel: pages are mapped as they are used
         except (OSError, ValueError, OverflowError) as exc:
+            if isinstance(exc, OSError) and exc.errno in _TOO_MUCH:
+                raise PayloadError(f"cannot be taken in: its shared memory cannot be mapped: {exc}") from exc
             raise ProtocolError(f"a shared-memory segment that cannot be mapped: {exc}") from exc
 
     def borrow(self, id: int, nbytes: int) -> torch.Tensor:
