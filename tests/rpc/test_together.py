@@ -17,7 +17,7 @@ from farstep import rpc
 from farstep.errors import WorkerLost
 from farstep.rpc import Agent, RpcOptions
 from farstep.rpc.bundle import MAX_RIDERS, unbundle
-from farstep.rpc.connection import Sender, Stalled
+from farstep.rpc.sender import Sender, Stalled
 from farstep.rpc.wire import FrameReader, Kind, frame_bytes
 
 TIMEOUT_S = 60.0  # longer than a test's patience: a call that ends by it is a failure

@@ -283,7 +283,13 @@ class Conductor:
     ) -> None:
         try:
             self._agent.peer(worker).post(
-                Kind.EXTENSION, 0, head, packed, depth=current_depth() + 1, deadline=self._agent.soon()
+                Kind.EXTENSION,
+                0,
+                head,
+                packed,
+                depth=current_depth() + 1,
+                deadline=self._agent.soon(),
+                soon=True,
             )
         except RpcError as exc:
             if must:

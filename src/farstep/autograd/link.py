@@ -334,7 +334,7 @@ class Link:
 
     def _post(self, worker: int, head: tuple[str, int]) -> None:
         try:
-            self._agent.peer(worker).post(Kind.EXTENSION, 0, head, deadline=self._agent.soon())
+            self._agent.peer(worker).post(Kind.EXTENSION, 0, head, deadline=self._agent.soon(), soon=True)
         except RpcError:
             pass  # it is gone, and its part of the context with it
 

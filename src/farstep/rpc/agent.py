@@ -37,7 +37,8 @@ from farstep.rpc.message import EMPTY, Message
 from farstep.rpc.options import UNSET_RPC_TIMEOUT, RpcOptions
 from farstep.rpc.payload import Packed, name_of, pack
 from farstep.rpc.peer import Peer, PeerState
-from farstep.rpc.reactor import Job, Reactor, current_depth
+from farstep.rpc.pressure import NoTurn
+from farstep.rpc.reactor import OWN, Job, Reactor, Work, current_depth
 from farstep.rpc.replies import Settlement
 from farstep.rpc.rref import RRef, owner_rref, user_rref
 from farstep.rpc.rref_table import RRefTable
@@ -51,11 +52,12 @@ __all__ = ["Agent"]
 
 log = logging.getLogger("farstep.rpc")
 CONTROL_TIMEOUT_S = 30.0
-FLUSH_S = 0.02
 MANY_CALLS = 8
 """With more calls than this under way to one peer, small asynchronous ones wait for others to leave with."""
 CORK_CALLS = 64
 """So many do not wait any longer."""
+TURNS = frozenset({Kind.CALL, Kind.REMOTE})
+"""What waits for its turn. See [Note: back-pressure]."""
 Target = str | int | WorkerInfo
 
 
@@ -75,6 +77,7 @@ class Agent:
         self.reactor = Reactor(
             info.name,
             options.num_worker_threads,
+            options.max_threads,
             on_thread_start=self._enter_thread,
             on_wake=self._on_wake,
             on_tick=self._tick,
@@ -290,16 +293,32 @@ class Agent:
                 or not isinstance(call, AsyncCall)
                 or not self._send_later(call, head, packed)
             ):
-                depth, deadline = call.depth + 1, call.deadline
-                peer.post(kind, call.id, head, packed, depth=depth, deadline=deadline, extra=extra)
+                peer.post(
+                    kind,
+                    call.id,
+                    head,
+                    packed,
+                    depth=call.depth + 1,
+                    deadline=call.deadline,
+                    extra=extra,
+                    soon=isinstance(call, HookCall),
+                    turn=call if kind in TURNS else None,
+                )
         except BaseException as exc:
             if extra is not None and self._extension is not None and not getattr(exc, "began", False):
                 self._extension.left_behind(extra)
             mine = self.take(peer, call.id) is not None
+            if call.charge:
+                peer.turns.abandon(call)  # it has been begun
             if mine and kind is not Kind.GATHER:
                 self.tally.unsend()
             if not mine:
                 return  # it has its outcome already: the peer was lost meanwhile, or its time was up
+            if isinstance(exc, NoTurn):
+                raise RpcTimeout(
+                    f"call {call.what} from {self.info.name!r} to {peer.name!r} was not sent within its timeout "
+                    f"({call.timeout_s * 1000:g} ms): {exc}"
+                ) from None
             if isinstance(exc, RpcTimeout) and call.timeout_s:
                 raise timeout_error(self.info.name, call) from exc
             raise
@@ -315,7 +334,7 @@ class Agent:
         or when the reactor looks, a millisecond later.
         """
         peer = call.peer
-        riders = peer.ride(Kind.CALL, call.id, head, packed, call.depth + 1)
+        riders = peer.ride(Kind.CALL, call.id, head, packed, call.depth + 1, turn=call)
         if not riders:
             return False
         self._corked.add(peer)
@@ -333,6 +352,15 @@ class Agent:
             self._deadlines.remove(call)
         return call
 
+    def take_answered(self, peer: Peer, call_id: int) -> Call | None:
+        """The same, where the peer has answered it."""
+        call = self.take(peer, call_id)
+        if call is None:
+            peer.turns.late(call_id)
+        elif call.charge:
+            peer.turns.give(call)
+        return call
+
     # -- waiting --------------------------------------------------------------------------------------
 
     def _await(self, call: SyncCall) -> Message:
@@ -340,11 +368,12 @@ class Agent:
         if call.depth:
             self.reactor.about_to_wait()
         receiver = call.peer.receiver
-        if receiver is not None and receiver.take_read_lock():
+        if receiver is not None and not call.peer.intake.is_paused and receiver.take_read_lock():
             for replies in self.inbox.read_until(receiver, call.peer, lambda: call.done, call.deadline):
                 self.settlement.put_aside(replies)
         if not call.done and not call.wait() and self.take(call.peer, call.id) is not None:
             self.tally.end()
+            call.peer.turns.abandon(call)
             raise timeout_error(self.info.name, call)
         if not call.done:
             call.wait()  # another thread took it at the last moment and is about to complete it
@@ -370,17 +399,12 @@ class Agent:
     def _tick(self) -> None:
         """Send what waited to be sent together, and settle what nobody came for."""
         self.settlement.tick()
-        stalled = []
         while self._corked:
             try:
                 peer = self._corked.pop()
             except KeyError:
                 break
-            if not peer.flush(time.monotonic() + FLUSH_S):
-                stalled.append(peer)
-        if stalled:  # they do not read; try again at the next tick
-            self._corked.update(stalled)
-            self.reactor.tick_soon()
+            peer.flush_soon()
 
     def _result(self, message: Message) -> Any:
         """The value of a reply, or the exception of an error."""
@@ -392,6 +416,7 @@ class Agent:
 
     def _fire(self, call: Call) -> None:
         if self.take(call.peer, call.id) is not None:
+            call.peer.turns.abandon(call)
             self._finish_call(call, None, timeout_error(self.info.name, call))
 
     def _finish_call(self, call: Call, message: Message | None, error: BaseException | None) -> None:
@@ -434,12 +459,12 @@ class Agent:
     def when_gone(self, worker_id: int, callback: Callable[[], None]) -> None:
         self.links.when_gone(worker_id, callback)
 
-    def submit(self, depth: int, job: Job) -> None:
-        self.submit_all([(depth, job)])
+    def submit(self, depth: int, job: Job, lane: int = OWN) -> None:
+        self.submit_all([(depth, lane, job)])
 
-    def submit_all(self, jobs: list[tuple[int, Job]]) -> None:
+    def submit_all(self, jobs: list[Work]) -> None:
         if jobs and not self.reactor.submit(jobs):
-            self._finish_left_over([job for _, job in jobs])
+            self._finish_left_over([job for _, _, job in jobs])
 
     def _finish_left_over(self, jobs: list[Job]) -> None:
         """The reactor has closed. Most jobs are of no use then, but somebody may be waiting for an outcome."""
@@ -456,12 +481,20 @@ class Agent:
 
     def get_debug_info(self) -> dict[str, int]:
         """Figures about what is under way, for a person who wonders."""
+        peers = self.links.peers()
+        unanswered = [peer.intake.counts for peer in peers]
         return {
             "agent.client_active_calls": self.pending_calls,
+            "agent.client_waiting_calls": sum(p.turns.waiting for p in peers),
             "agent.server_active_calls": self.tally.serving,
+            "agent.server_unfinished_messages": sum(count for count, _ in unanswered),
+            "agent.server_unfinished_bytes": sum(nbytes for _, nbytes in unanswered),
+            "agent.queued_jobs": self.reactor.queued,
+            "agent.paused_peers": sum(p.intake.is_paused for p in peers),
+            "agent.unread_bytes": sum(p.sender.backlog_bytes for p in peers if p.sender),
             "agent.threads": self.reactor.thread_count,
-            "agent.bytes_sent": sum(p.sender.sent_bytes for p in self.links.peers() if p.sender),
-            "agent.bytes_received": sum(p.receiver.received_bytes for p in self.links.peers() if p.receiver),
+            "agent.bytes_sent": sum(p.sender.sent_bytes for p in peers if p.sender),
+            "agent.bytes_received": sum(p.receiver.received_bytes for p in peers if p.receiver),
         }
 
     def close(self, timeout_s: float = 5.0) -> None:

@@ -70,7 +70,7 @@ def timeout_error(worker: str, call: Call) -> RpcTimeout:
 class Call:
     """One request that has no reply yet."""
 
-    __slots__ = ("counts", "deadline", "depth", "id", "peer", "timeout_s", "what")
+    __slots__ = ("charge", "counts", "deadline", "depth", "id", "peer", "timeout_s", "what")
 
     def __init__(self, id: int, peer: Peer, what: str, depth: int, timeout_s: float) -> None:
         self.id = id
@@ -79,6 +79,8 @@ class Call:
         self.depth = depth
         self.timeout_s = timeout_s
         self.counts = True
+        self.charge = 0
+        """What it counts for until it is answered. See `Turns`."""
         self.deadline = time.monotonic() + timeout_s if timeout_s > 0 else None
 
     def complete(self, message: Message | None, error: BaseException | None) -> None:

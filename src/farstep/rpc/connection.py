@@ -1,4 +1,4 @@
-"""One direction of a stream of frames to one peer.
+"""Frames from one peer. The other direction is in sender.py.
 
 [Note: one writer, one reader] A worker writes on the connection that it dialled and reads on the one that
 the peer dialled. So no socket is ever read and written, the state of TLS needs no lock of its own, and a peer's
@@ -19,167 +19,26 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from typing import Final
 
-from farstep.errors import ProtocolError, RpcTimeout
-from farstep.rpc.bundle import Rider, bundle
-from farstep.rpc.memory import Bytes
+from farstep.errors import ProtocolError
 from farstep.rpc.receive_pool import ReceivePool
 from farstep.rpc.records import RecordSocket
+from farstep.rpc.sender import close_socket, enlarge_buffer
 from farstep.rpc.wire import Frame, FrameReader
 
-__all__ = ["Looking", "Receiver", "Sender", "Stalled", "close_socket"]
+__all__ = ["Looking", "Receiver"]
 
-JOIN_BYTES: Final = 64 << 10
-"""Parts up to this size together are joined: one copy costs less than a scattered write."""
-
-MAX_PARTS: Final = 512
 BLOCK_S: Final = 1.0
 MAX_WAITS_WITHOUT: Final = 64
-SOCKET_BUFFER_BYTES: Final = 4 << 20
 NEVER: Final = float("inf")
 _DONTWAIT: Final = int(socket.MSG_DONTWAIT)  # plain ints: an enum's `|` takes longer than the system call
 _CLOEXEC: Final = int(socket.MSG_CMSG_CLOEXEC)
 _CTRUNC: Final = int(socket.MSG_CTRUNC)
 _FD_BYTES: Final = array.array("i").itemsize
-_FD_SPACE: Final = socket.CMSG_SPACE(253 * _FD_BYTES)
-
-
-class Sender:
-    """Writes frames on a connection that this worker dialled."""
-
-    def __init__(self, sock: socket.socket, max_frame_bytes: int) -> None:
-        sock.setblocking(False)
-        self.sock = sock
-        self._has_records = isinstance(sock, RecordSocket)
-        self.shares_host = sock.family == socket.AF_UNIX
-        self.sent_bytes = 0
-        self._lock = threading.Lock()
-        self._riders: deque[Rider] = deque()
-        self._max_frame_bytes = max_frame_bytes
-        self._backlog: list[Bytes] = []
-        self._poll = select.poll()
-        self._poll.register(sock, select.POLLOUT)
-        _enlarge_buffer(sock, socket.SO_SNDBUF)
-
-    def ride(self, rider: Rider) -> int:
-        """Queue a small message that may wait for the next one; say how many do. Takes no lock: safe in any thread."""
-        riders = self._riders
-        riders.append(rider)
-        return len(riders) or 1  # another thread may have sent it already
-
-    @property
-    def riders(self) -> int:
-        return len(self._riders)
-
-    def send(self, parts: Sequence[Bytes], deadline: float | None, fds: Sequence[int] = ()) -> None:
-        """Write whole frames. OSError when the connection is broken, RpcTimeout when the peer does not read.
-
-        After a timeout the stream is still whole: what was begun is kept and goes out before anything else,
-        and `Stalled.began` says whether the peer will see these parts then.
-        """
-        if not self._lock.acquire(blocking=False) and not self._lock.acquire(
-            timeout=_remaining(deadline, forever=-1)
-        ):
-            raise Stalled(began=False)
-        try:
-            if self._backlog:
-                self._finish_backlog(deadline)
-            if self._riders or fds or len(parts) > 1:
-                self._write_with_riders(parts, deadline, fds)
-                return
-            part = parts[0]  # the usual case: one piece, and room for it
-            sent = self._write_some(parts, ()) or 0
-            self.sent_bytes += sent
-            if sent != len(part):
-                self._write([memoryview(part)[sent:]], deadline, (), began=sent > 0)
-        finally:
-            self._lock.release()
-
-    def flush(self, deadline: float | None) -> None:
-        """Write what rides, and what a timeout left behind. Stalled where the peer does not read."""
-        while self._riders or self._backlog:
-            if not self._lock.acquire(timeout=_remaining(deadline, forever=-1)):
-                raise Stalled(began=False)
-            try:
-                self._finish_backlog(deadline)
-                self._write_with_riders((), deadline, ())
-            finally:
-                self._lock.release()
-
-    def close(self) -> None:
-        close_socket(self.sock)
-
-    def _write_with_riders(self, parts: Sequence[Bytes], deadline: float | None, fds: Sequence[int]) -> None:
-        riders: list[Rider] = []
-        try:
-            while self._riders:
-                riders.append(self._riders.popleft())
-            frames = bundle(riders, self._max_frame_bytes)
-            self._write([p for p in (*frames, *parts) if len(p)], deadline, fds)
-        except BaseException as exc:  # a timeout, or Ctrl-C
-            is_broken = isinstance(exc, OSError) and not isinstance(exc, Stalled)
-            if not is_broken and not getattr(exc, "began", False):
-                self._riders.extendleft(reversed(riders))
-            raise
-
-    def _finish_backlog(self, deadline: float | None) -> None:
-        if self._backlog:
-            rest, self._backlog = self._backlog, []
-            try:
-                self._write(rest, deadline, ())
-            except Stalled as stalled:
-                if not stalled.began:
-                    self._backlog = rest
-                raise Stalled(began=False) from None
-
-    def _write(
-        self, parts: Sequence[Bytes], deadline: float | None, fds: Sequence[int], *, began: bool = False
-    ) -> None:
-        total = sum(len(p) for p in parts)
-        self.sent_bytes += total
-        if total <= JOIN_BYTES and len(parts) > 1:
-            parts = [b"".join(parts)]
-        rest = list(parts)
-        began = (
-            began or self._has_records
-        )  # a record that has been begun must be finished with the same bytes
-        try:
-            while rest:
-                sent = self._write_some(rest, fds)
-                if sent is None:
-                    if self._wait_writable(deadline):
-                        continue
-                    raise Stalled(began)
-                began, fds = True, ()
-                done = 0
-                while done < len(rest) and sent >= len(rest[done]):
-                    sent -= len(rest[done])
-                    done += 1
-                del rest[:done]
-                if sent:
-                    rest[0] = memoryview(rest[0])[sent:]
-        except BaseException as exc:  # a timeout, or Ctrl-C: the stream must stay whole
-            if began and (isinstance(exc, Stalled) or not isinstance(exc, OSError)):
-                self._backlog = [bytes(part) for part in rest]
-                exc.began = True  # type: ignore[attr-defined]
-            raise
-
-    def _write_some(self, views: Sequence[Bytes], fds: Sequence[int]) -> int | None:
-        try:
-            if fds:
-                rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
-                return self.sock.sendmsg(views[:MAX_PARTS], [rights])
-            if len(views) == 1 or self._has_records:
-                return self.sock.send(views[0])
-            return self.sock.sendmsg(views[:MAX_PARTS])
-        except BlockingIOError:
-            return None
-
-    def _wait_writable(self, deadline: float | None) -> bool:
-        timeout = _remaining(deadline, forever=-1)
-        return bool(self._poll.poll(timeout * 1000 if timeout >= 0 else None))
+MAX_FDS: Final = 253
+"""So many come with one frame at most (Linux's SCM_MAX_FD)."""
+_FD_SPACE: Final = socket.CMSG_SPACE(MAX_FDS * _FD_BYTES)
 
 
 class Looking:
@@ -204,14 +63,6 @@ class Looking:
             self._in_vain = min(2 * self._in_vain, self._most)
         else:
             self._in_vain = 1
-
-
-class Stalled(RpcTimeout):
-    """The peer did not read in time. `began`: part of the frame is out, and the rest will follow."""
-
-    def __init__(self, began: bool) -> None:
-        super().__init__("the peer does not read")
-        self.began = began
 
 
 class Receiver:
@@ -243,7 +94,7 @@ class Receiver:
         self._block_until = NEVER
         """From then on it does not block any more: a frame that drips in must not hold whoever waits beyond their deadline."""
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(BLOCK_S), 0))
-        _enlarge_buffer(sock, socket.SO_RCVBUF)
+        enlarge_buffer(sock, socket.SO_RCVBUF)
 
     def take_read_lock(self) -> bool:
         """Become the reader, if nobody else is. Not of a closed connection: its descriptor's number may be another's by now."""
@@ -303,6 +154,16 @@ class Receiver:
             raise ProtocolError(f"a frame announces {count} file descriptors and {len(self._fds)} came")
         return [self._fds.popleft() for _ in range(count)]
 
+    def check_fds(self) -> None:
+        """After all frames that came have taken theirs: only one that is still on its way may have some here."""
+        if len(self._fds) > MAX_FDS:
+            raise ProtocolError(f"{len(self._fds)} file descriptors came that no frame announces")
+
+    @property
+    def has_more(self) -> bool:
+        """Something has left the socket that `read` has not looked at: no event will tell of it."""
+        return isinstance(self.sock, RecordSocket) and self.sock.has_more
+
     def close(self) -> None:
         """Only with `read_lock` held, or where no thread reads any more."""
         self.is_closed = True
@@ -340,21 +201,3 @@ class Receiver:
         if not self._flags and time.monotonic() > self._block_until:
             self._flags = _DONTWAIT
         return count
-
-
-def close_socket(sock: socket.socket) -> None:
-    """End a connection now, waking whoever waits on it."""
-    try:
-        sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass
-    sock.close()
-
-
-def _enlarge_buffer(sock: socket.socket, which: int) -> None:
-    if sock.family == socket.AF_UNIX:  # TCP tunes itself
-        sock.setsockopt(socket.SOL_SOCKET, which, SOCKET_BUFFER_BYTES)
-
-
-def _remaining(deadline: float | None, *, forever: float) -> float:
-    return forever if deadline is None else max(0.0, deadline - time.monotonic())

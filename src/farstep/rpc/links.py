@@ -18,6 +18,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from farstep.errors import (
@@ -30,7 +31,7 @@ from farstep.errors import (
     WorkerLost,
 )
 from farstep.rpc import handshake
-from farstep.rpc.connection import Receiver, Sender
+from farstep.rpc.connection import Receiver
 from farstep.rpc.dialling import Dialler, Unreachable, check_introduction, fingerprint_met
 from farstep.rpc.gather import Gatherings
 from farstep.rpc.listener import Listener, keep_alive
@@ -39,6 +40,7 @@ from farstep.rpc.peer import Attempt, Peer, PeerState, SelfPeer
 from farstep.rpc.receive_pool import ReceivePool
 from farstep.rpc.records import MacSocket
 from farstep.rpc.schema import MAX_REASON_CHARS
+from farstep.rpc.sender import Sender
 from farstep.rpc.shm import Lender, SharedBudget
 from farstep.rpc.tls import TlsSocket, make_credentials
 from farstep.rpc.wire import Kind
@@ -225,17 +227,34 @@ class Links:
             except Unreachable as exc:
                 self.lose(peer, str(exc))
                 raise peer.lost_error() from exc
-            sender = Sender(sock, self._agent.options.max_frame_bytes)
+            options = self._agent.options
+            sender = Sender(sock, options.max_frame_bytes, options.max_bytes_per_peer // 4)
+            self._see_to_backlog(peer, sender)
             if sender.shares_host and self._agent.options.shared_memory_bytes:
                 peer.lender = Lender(self._budget)
             peer.sender = sender
-            self._agent.reactor.watch(sock.fileno(), lambda: self._sender_ended(peer, sender))
+            self._agent.reactor.watch(
+                sock.fileno(),
+                lambda: self._sender_ended(peer, sender),
+                lambda: self._sender_writable(peer, sender),
+            )
             if peer.state is not PeerState.PRESENT or self._closed:  # lost meanwhile
                 self._hang_up(peer)
                 raise peer.lost_error()
             return sender
         finally:
             peer.dial_lock.release()
+
+    def _see_to_backlog(self, peer: Peer, sender: Sender) -> None:
+        reactor, fd = self._agent.reactor, sender.sock.fileno()
+        sender.arm = lambda for_writing: reactor.arm(fd, for_writing=for_writing)
+        sender.on_full = partial(reactor.hold, peer.lane)
+
+    def _sender_writable(self, peer: Peer, sender: Sender) -> None:
+        try:
+            sender.flush_now()
+        except OSError as exc:
+            self.lose(peer, f"writing to it failed: {exc}")
 
     def _knock(self, sock: socket.socket) -> None:
         try:
@@ -272,6 +291,7 @@ class Links:
             sock, peer.id, self._agent.options.max_frame_bytes, self.spin_s, self._receive_pool
         )
         peer.receiver = receiver
+        peer.intake.resume = lambda: self._agent.inbox.arm(peer, receiver)
         self._agent.reactor.watch(receiver.fd, lambda: self._agent.inbox.on_readable(peer, receiver))
         if peer.state is not PeerState.PRESENT or self._closed:
             self._hang_up(peer)
@@ -308,7 +328,8 @@ class Links:
 
         Where the peer dialled too, that connection ends as well, and a goodbye may still be in it.
         """
-        if peer.sender is sender and peer.receiver is None and not peer.is_arriving:
+        is_unread = peer.intake.is_paused or (peer.receiver is None and not peer.is_arriving)
+        if peer.sender is sender and is_unread:
             self.broken(peer, EOFError("it closed the connection"))
 
     def broken(self, peer: Peer, error: BaseException) -> None:
@@ -399,6 +420,7 @@ class Links:
 
     def _hang_up(self, peer: Peer) -> None:
         sender, receiver = peer.sender, peer.receiver
+        peer.turns.end()
         if sender is not None:
             self._agent.reactor.forget(sender.sock.fileno())
             sender.close()
@@ -419,7 +441,7 @@ class Links:
         for peer in self.peers():
             if not peer.is_self and peer.state is PeerState.PRESENT and not self._closed:
                 try:
-                    peer.post(Kind.LOST, 0, head, deadline=time.monotonic() + 5.0)
+                    peer.post(Kind.LOST, 0, head, deadline=time.monotonic() + 5.0, soon=True)
                 except RpcError:
                     continue
         self._watch_next(self._agent.soon())

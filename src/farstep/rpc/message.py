@@ -26,7 +26,7 @@ from farstep.rpc.wire import Frame
 if TYPE_CHECKING:
     from farstep.rpc.peer import Peer
 
-__all__ = ["EMPTY", "Message", "dump_meta", "load_meta", "read_message"]
+__all__ = ["EMPTY", "Message", "dump_meta", "load_meta", "no_memory", "read_message"]
 
 EMPTY: Final = NOTHING
 
@@ -49,7 +49,21 @@ def read_message(frame: Frame, peer: Peer, open_trust: bool) -> Message:
     """The message in a frame of any kind but BUNDLE. ProtocolError where it is none."""
     meta: tuple[Any, Any, Any, Any, Any, Any] = load_meta(frame.meta, open_trust)
     check_message(frame.kind, frame.depth, meta, len(frame.buffers), peer.layer_above)
-    return Message(frame.kind, frame.call_id, frame.depth, peer, *meta, frame.buffers)
+    message = Message(frame.kind, frame.call_id, frame.depth, peer, *meta, frame.buffers)
+    if frame.missing_bytes:
+        message.refuse(_no_memory(peer, frame.missing_bytes))
+    return message
+
+
+def no_memory(peer: Peer, nbytes: int) -> PayloadError:
+    return PayloadError(_no_memory(peer, nbytes))
+
+
+def _no_memory(peer: Peer, nbytes: int) -> str:
+    return (
+        f"worker {peer.agent.info.name!r} has no memory for a message of {nbytes} bytes from {peer.name!r}: send it in "
+        f"smaller parts, or see what else takes memory there"
+    )
 
 
 class Message:
@@ -59,11 +73,14 @@ class Message:
         "_body",
         "_buffers",
         "_descriptions",
+        "_refusal",
         "_slots",
         "call_id",
+        "charge",
         "depth",
         "extra",
         "head",
+        "is_kept",
         "kind",
         "peer",
         "refs",
@@ -94,16 +111,30 @@ class Message:
         self.refs = refs
         self.extra = extra
         self._buffers = buffers
+        self._refusal: str | None = None
+        self.charge = 0
+        """What it counts for while it is not answered. See pressure.py."""
+        self.is_kept = False
+        """It is answered when something else has happened."""
 
     def admit_segments(self, fds: list[int]) -> None:
-        """Map the shared memory that came with this message. Called in the order of arrival."""
-        places = [d[6] for d in self._descriptions if d[6] is not None and d[6][1]]
-        if len(places) != len(fds):
+        """Map the shared memory that came with this message. Called in the order of arrival. Closes the descriptors."""
+        try:
+            new = [(d[6], d[5]) for d in self._descriptions if d[6] is not None and d[6][1]]
+            if len(new) != len(fds):
+                raise ProtocolError(f"a message with {len(fds)} file descriptors for {len(new)} new segments")
+            for ((id, size), used), fd in zip(new, fds, strict=True):
+                try:
+                    self.peer.borrower.admit(id, size, used, fd)
+                except PayloadError as exc:
+                    self.refuse(str(exc))
+        finally:
             for fd in fds:
                 os.close(fd)
-            raise ProtocolError(f"a message with {len(fds)} file descriptors for {len(places)} new segments")
-        for (id, size), fd in zip(places, fds, strict=True):
-            self.peer.borrower.admit(id, size, fd)
+
+    def refuse(self, why: str) -> None:
+        """It cannot be opened: whoever does gets a PayloadError that says why."""
+        self._refusal = why
 
     @property
     def is_plain(self) -> bool:
@@ -112,6 +143,9 @@ class Message:
 
     def open(self, trust: Trust) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         """The function (where it is not named in the head), the arguments and keyword arguments. Once."""
+        if self._refusal is not None:
+            self._give_back()
+            raise PayloadError(self._refusal)
         bare = () if self.extra is None else frozenset(self.extra[0])
         tensors = self._build_tensors(bare) if self._descriptions else ()
         body, self._body = self._body, None
@@ -131,6 +165,16 @@ class Message:
         """The one object of a reply."""
         _, args, _ = self.open(trust)
         return args[0] if args else None
+
+    def _give_back(self) -> None:
+        """Return the shared memory of a message that is not opened."""
+        for description in self._descriptions:
+            if description[6] is not None:
+                try:
+                    self.peer.borrower.borrow(description[6][0], description[5])
+                except ProtocolError:
+                    pass  # it was refused itself
+        self._descriptions = ()
 
     def _build_tensors(self, bare: Collection[int]) -> list[torch.Tensor]:
         tensors = []

@@ -37,6 +37,16 @@ class RpcOptions:
     num_worker_threads: int = 16
     """How many functions may run at once for each depth of nesting; threads start only when needed."""
 
+    max_threads: int = 512
+    """Bound of all threads that run functions for peers, however deep calls are nested. One peer takes a third at most."""
+
+    max_calls_per_peer: int = 16_384
+    """So many calls to one peer may be unanswered; a further one waits for its turn. The same on all workers."""
+
+    max_bytes_per_peer: int = 256 << 20
+    """So many bytes of calls to one peer may be unanswered, beside one call of any size and without what is in shared memory;
+    a quarter of it is how much a peer may leave unread before its calls wait. The same on all workers."""
+
     transport: str = "auto"
     """`auto`: unix sockets on one host, TCP as well once a secret is set. `unix` or `tcp`: only that."""
 
@@ -74,7 +84,8 @@ class RpcOptions:
     """A message that claims to be longer is refused before memory is taken."""
 
     shared_memory_bytes: int = 2 << 30
-    """Bound of the memory this worker lends to peers on its host for large tensors; 0 sends all by socket."""
+    """Bound of the memory this worker lends to peers on its host for large tensors, and of what it maps of each of theirs; 0
+    sends all by socket. The same on all workers."""
 
     shared_memory_min_bytes: int = 128 << 10
     """Tensors smaller than this always go by socket."""
@@ -100,6 +111,9 @@ class RpcOptions:
             raise TypeError(f"trusted is a tuple of names, such as ({self.trusted!r},), not a string")
         if self.num_worker_threads < 1:
             raise ValueError(f"num_worker_threads must be at least 1, not {self.num_worker_threads}")
+        for name, least in (("max_threads", 16), ("max_calls_per_peer", 1), ("max_bytes_per_peer", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
         if self.rpc_timeout < 0:
             raise ValueError(f"rpc_timeout must be 0 (no deadline) or positive, not {self.rpc_timeout}")
         if self.heartbeat_s <= 0:

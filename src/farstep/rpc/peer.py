@@ -13,11 +13,14 @@ import torch
 from farstep.errors import PayloadError, RpcTimeout, WorkerLost
 from farstep.rpc.bundle import RIDER_BYTES, weight
 from farstep.rpc.calls import fresh
-from farstep.rpc.connection import JOIN_BYTES, Receiver, Sender, Stalled
+from farstep.rpc.connection import Receiver
+from farstep.rpc.lanes import OWN
 from farstep.rpc.membership import Card, WorkerInfo
 from farstep.rpc.memory import Bytes, bytes_of
 from farstep.rpc.message import EMPTY, dump_meta
 from farstep.rpc.payload import Packed
+from farstep.rpc.pressure import RIDER_COST, Intake, Turns, cost
+from farstep.rpc.sender import JOIN_BYTES, Sender, Stalled
 from farstep.rpc.shm import MAX_NEW_PER_FRAME, Borrower, Lender, Segment
 from farstep.rpc.tensors import Description, Outgoing, describe
 from farstep.rpc.wire import MAX_BUFFERS, Frame, Kind, frame_bytes
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from farstep.rpc.agent import Agent
     from farstep.rpc.calls import Call
     from farstep.rpc.extension import Extension
+    from farstep.rpc.message import Message
 
 __all__ = ["Peer", "PeerState", "SelfPeer"]
 
@@ -84,9 +88,16 @@ class Peer:
         self.is_accused = False
         self.attempt: Attempt | None = None
         self.lender: Lender | None = None
-        self.borrower = Borrower()
+        self.borrower = Borrower(agent.options.shared_memory_bytes)
         self.calls: dict[int, Call] = {}
         self.dial_lock = threading.Lock()
+        limits = agent.options.max_calls_per_peer, agent.options.max_bytes_per_peer
+        self.turns = Turns(*limits)
+        self.intake = Intake((agent.info.name, self.name), *limits)
+        self.lane = OWN if self.is_self else 2 * self.id
+        """Of the calls that it makes. See lanes.py."""
+        self.control_lane = OWN if self.is_self else 2 * self.id + 1
+        """Of all else that it sends: that goes on while its calls are held."""
         self._rider_bytes = min(RIDER_BYTES, agent.options.max_frame_bytes)
 
     @property
@@ -100,6 +111,16 @@ class Peer:
     def lost_error(self) -> WorkerLost:
         return WorkerLost(self.name, self.reason or "its connection closed")
 
+    def finished(self, message: Message) -> None:
+        """What this peer asked for has been answered."""
+        charge, message.charge = message.charge, 0
+        if message.kind == Kind.CALL or message.kind == Kind.REMOTE:
+            self.intake.end(self.intake.calls, message.depth, charge)
+        elif message.is_kept:
+            self.intake.let_go(message.depth, charge)
+        else:
+            self.intake.end(self.intake.jobs, message.depth, charge)
+
     def post(
         self,
         kind: Kind,
@@ -110,8 +131,14 @@ class Peer:
         depth: int = 0,
         deadline: float | None = None,
         extra: Any = None,
+        soon: bool = False,
+        turn: Call | None = None,
     ) -> None:
-        """Send one message. WorkerLost, RpcTimeout or PayloadError where it cannot be."""
+        """Send one message. WorkerLost, RpcTimeout or PayloadError where it cannot be.
+
+        `soon` is for what the agent sends of its own accord: see [Note: backlog]. `turn` is the call, if it is one that
+        waits for its turn: see [Note: back-pressure].
+        """
         if self.state is not PeerState.PRESENT:
             raise self.lost_error()
         sender = self.sender or self.agent.dial(self, deadline)
@@ -123,20 +150,30 @@ class Peer:
                 forks.append(self.agent.rrefs.fork(ref, self, deadline))
             if load is None:
                 frame = frame_bytes(kind, call_id, dump_meta(head, packed, (), forks, extra), depth=depth)
-                self._check_size(len(frame))
+                nbytes, buffers = len(frame), 0
             else:
                 meta = dump_meta(head, packed, load.descriptions, forks, extra)
                 frame = frame_bytes(kind, call_id, meta, load.lengths, depth=depth, fds=len(load.fds))
-                self._check_size(len(frame) + sum(load.lengths))
+                nbytes, buffers = len(frame) + sum(load.lengths), len(load.lengths)
+            self._check_size(nbytes)
+            if turn is not None:
+                self._take_turn(turn, cost(nbytes, buffers))
             if self.borrower.has_released or (self.lender is not None and self.lender.has_dropped):
                 returns = _Returns(self)
                 frame = returns.frame + frame
             if load is None:
-                self._write(sender, [frame], deadline)
+                self._write(sender, [frame], deadline, soon=soon)
             else:
-                self._write(sender, load.parts(frame), deadline, load.fds)
+                self._write(sender, load.parts(frame), deadline, load.fds, soon=soon)
+            if returns is not None:
+                returns.have_left()
         except BaseException as exc:
-            if not getattr(exc, "began", False):
+            if getattr(exc, "began", False):
+                if returns is not None:
+                    returns.have_left()
+            else:
+                if turn is not None:
+                    self.turns.give(turn)
                 if load is not None:
                     load.take_back()
                 if returns is not None:
@@ -147,25 +184,57 @@ class Peer:
             if load is not None:
                 load.close_fds()
 
+    def _take_turn(self, call: Call, nbytes: int) -> None:
+        if not self.turns.take(call, nbytes, self.agent.reactor.about_to_wait):
+            raise self.lost_error()
+        if call.id not in self.calls:  # its time was up meanwhile
+            raise RpcTimeout(f"call {call.what} to {self.name!r} waited too long for its turn")
+
     def _write(
-        self, sender: Sender, parts: list[Bytes], deadline: float | None, fds: Sequence[int] = ()
+        self,
+        sender: Sender,
+        parts: list[Bytes],
+        deadline: float | None,
+        fds: Sequence[int] = (),
+        *,
+        soon: bool = False,
     ) -> None:
         """A broken connection is a lost peer."""
         try:
-            sender.send(parts, deadline, fds)
+            if soon:
+                sender.send_soon(parts, deadline, fds)
+            else:
+                sender.send(parts, deadline, fds)
         except Stalled:
             raise
         except OSError as exc:
             self.agent.lose(self, f"writing to it failed: {exc}")
             raise self.lost_error() from exc
 
-    def ride(self, kind: Kind, call_id: int, head: Any, packed: Packed, depth: int) -> int:
-        """Queue a small message, to go with the next one or with `flush`. How many wait now; 0 where this one can't."""
+    def ride(
+        self,
+        kind: Kind,
+        call_id: int,
+        head: Any,
+        packed: Packed,
+        depth: int,
+        turn: Call | None = None,
+    ) -> int:
+        """Queue a small message, to go with the next one or with `flush`. How many wait now; 0 where this one can't.
+
+        `turn` is as in `post`.
+        """
         sender = self.sender
         if sender is None or packed.tensors or packed.refs or self.state is not PeerState.PRESENT:
             return 0
         if weight(head, packed.body) > self._rider_bytes:
             return 0
+        if turn is not None:
+            try:
+                self._take_turn(turn, RIDER_COST)
+            except BaseException:
+                self.turns.give(turn)
+                raise
         return sender.ride((kind.value, call_id, depth, head, packed.body))
 
     @property
@@ -183,6 +252,14 @@ class Peer:
                 self.agent.lose(self, f"writing to it failed: {exc}")
         return True
 
+    def flush_soon(self) -> None:
+        """Send what rides, without waiting for the peer to read."""
+        if self.sender is not None:
+            try:
+                self.sender.flush_soon()
+            except OSError as exc:
+                self.agent.lose(self, f"writing to it failed: {exc}")
+
     def _check_size(self, nbytes: int) -> None:
         limit = self.agent.options.max_frame_bytes
         if nbytes > limit:
@@ -198,12 +275,16 @@ class _Returns:
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
         self.released = peer.borrower.take_released()
-        self.dropped = peer.lender.take_dropped() if peer.lender else []
+        self.dropped = peer.lender.take_dropped() if peer.lender else {}
         self.frame = b""
         if self.released or self.dropped:
             self.frame = frame_bytes(
-                Kind.RELEASE, 0, dump_meta((self.released, self.dropped), EMPTY, (), (), None)
+                Kind.RELEASE, 0, dump_meta((self.released, list(self.dropped)), EMPTY, (), (), None)
             )
+
+    def have_left(self) -> None:
+        if self.dropped and self._peer.lender is not None:
+            self._peer.lender.told_dropped(self.dropped)
 
     def take_back(self) -> None:
         """The message did not leave."""
@@ -300,7 +381,15 @@ class SelfPeer(Peer):
     def is_self(self) -> bool:
         return True
 
-    def ride(self, kind: Kind, call_id: int, head: Any, packed: Packed, depth: int) -> int:
+    def ride(
+        self,
+        kind: Kind,
+        call_id: int,
+        head: Any,
+        packed: Packed,
+        depth: int,
+        turn: Call | None = None,
+    ) -> int:
         return 0
 
     def post(
@@ -313,6 +402,8 @@ class SelfPeer(Peer):
         depth: int = 0,
         deadline: float | None = None,
         extra: Any = None,
+        soon: bool = False,
+        turn: Call | None = None,
     ) -> None:
         if self.state is not PeerState.PRESENT:
             raise self.lost_error()

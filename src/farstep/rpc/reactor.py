@@ -7,10 +7,7 @@ the connection is armed again, and the next arrival wakes another thread.
 [Note: someone always listens] Before a thread runs foreign code it makes sure that another waits in the
 epoll, starting one if need be. So a function may block, or call back, without stopping the agent.
 
-[Note: depth] A call made while running a call of depth d has depth d + 1, here and on the callee. Each depth
-has its own allowance of running jobs. A job waits only for deeper ones, so by induction no number of
-calls in flight can use up the threads that their own completion needs; and threads are bounded by
-allowance times depth, not by calls.
+Which job may run, and in which order, is in lanes.py: see [Note: depth] and [Note: shares] there.
 
 [Note: stalls] When several calls arrive at once, one thread runs them in turn, for that is fastest when they
 are short, and sends their replies together. A second thread looks after TICK_S whether it gets on; if it does
@@ -24,22 +21,22 @@ import os
 import select
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Final
 
 from farstep.rpc.forked import end_child
+from farstep.rpc.lanes import OWN, Job, Lane, Lanes, Work
 
-__all__ = ["Job", "Reactor", "current_depth"]
+__all__ = ["OWN", "Job", "Reactor", "Work", "current_depth"]
 
 TICK_S: Final = 0.001
 NEVER: Final = float("inf")
 SPARE_THREADS: Final = 4
 SPARE_LIFE_S: Final = 10.0
-MAX_THREADS: Final = 2048
+_READ: Final = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
+_READ_WRITE: Final = _READ | select.EPOLLOUT
 
 log = logging.getLogger("farstep.rpc")
-Job = Callable[[], None]
 
 
 class _Local(threading.local):
@@ -72,21 +69,20 @@ class Reactor:
         self,
         name: str,
         threads_per_depth: int,
+        max_threads: int,
         *,
         on_thread_start: Callable[[], None],
         on_wake: Callable[[], None],
         on_tick: Callable[[], None],
     ) -> None:
         self._name = name
-        self._allowance = threads_per_depth
         self._on_thread_start = on_thread_start
         self._on_tick = on_tick
         self._epoll = select.epoll()
         self._handlers: dict[int, Callable[[], None]] = {}
+        self._writers: dict[int, Callable[[], None]] = {}
         self._lock = threading.Lock()
-        self._queues: dict[int, deque[Job]] = {}
-        self._queued = 0
-        self._running: dict[int, int] = {}
+        self._lanes = Lanes(threads_per_depth, max_threads)
         self._drainers: set[_Drainer] = set()
         self._threads: set[threading.Thread] = set()
         self._waiting = 0
@@ -111,14 +107,21 @@ class Reactor:
 
     # -- descriptors ---------------------------------------------------------------------------------
 
-    def watch(self, fd: int, handler: Callable[[], None]) -> None:
-        """Call `handler` once when `fd` is readable or has ended; `arm` it again afterwards."""
-        self._handlers[fd] = handler
-        self._epoll.register(fd, select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT)
+    def watch(
+        self, fd: int, handler: Callable[[], None], on_writable: Callable[[], None] | None = None
+    ) -> None:
+        """Call `handler` once when `fd` is readable or has ended; `arm` it again afterwards.
 
-    def arm(self, fd: int) -> None:
+        `on_writable` is called once after `arm(fd, for_writing=True)`, when it is.
+        """
+        self._handlers[fd] = handler
+        if on_writable is not None:
+            self._writers[fd] = on_writable
+        self._epoll.register(fd, _READ)
+
+    def arm(self, fd: int, *, for_writing: bool = False) -> None:
         try:
-            self._epoll.modify(fd, select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT)
+            self._epoll.modify(fd, _READ_WRITE if for_writing else _READ)
         except (OSError, ValueError):
             pass  # closed meanwhile
 
@@ -131,6 +134,7 @@ class Reactor:
     def forget(self, fd: int) -> None:
         """Before `fd` is closed."""
         self._handlers.pop(fd, None)
+        self._writers.pop(fd, None)
         try:
             self._epoll.unregister(fd)
         except (OSError, ValueError):
@@ -138,26 +142,26 @@ class Reactor:
 
     # -- jobs ----------------------------------------------------------------------------------------
 
-    def submit(self, jobs: list[tuple[int, Job]]) -> bool:
+    def submit(self, jobs: list[Work]) -> bool:
         """Have reactor threads run the jobs. False where the reactor has closed."""
         with self._lock:
             if self._closed:
                 return False
-            for depth, job in jobs:
-                self._enqueue(depth, job)
+            for depth, lane, job in jobs:
+                self._lanes.put(depth, lane, job)
             # With a drainer at work, one watcher is enough: see [Note: stalls].
             wake = self._call_watcher() if self._drainers else self._call_anyone()
         if wake:
             self.wake()
         return True
 
-    def run(self, jobs: list[tuple[int, Job]]) -> None:
+    def run(self, jobs: list[Work]) -> None:
         """Run jobs on this reactor thread, as many as the allowance has room for; queue the rest."""
         wake = False
         with self._lock:
-            for depth, job in jobs:
-                self._enqueue(depth, job)
-            if self._queued > 1:
+            for depth, lane, job in jobs:
+                self._lanes.put(depth, lane, job)
+            if self._lanes.queued > 1:
                 wake = self._call_watcher()
             if not self._waiting:  # See [Note: someone always listens]
                 self._start_thread()
@@ -186,52 +190,32 @@ class Reactor:
         except (OSError, ValueError):
             pass  # closed
 
-    def _enqueue(self, depth: int, job: Job) -> None:
-        queue = self._queues.get(depth)
-        if queue is None:
-            queue = self._queues[depth] = deque()
-        queue.append(job)
-        self._queued += 1
-
-    def _next(self) -> tuple[int, Job] | None:
-        """Under the lock. The deepest first: others wait for them."""
-        if not self._queued:
-            return None
-        queues = self._queues
-        for depth in queues if len(queues) == 1 else sorted(queues, reverse=True):
-            queue = queues[depth]
-            running = self._running.get(depth, 0)
-            if running < self._allowance:
-                self._running[depth] = running + 1
-                self._queued -= 1
-                job = queue.popleft()
-                if not queue:
-                    del queues[depth]
-                return depth, job
-        return None
-
-    def _next_like(self, depth: int) -> tuple[int, Job] | None:
-        """Under the lock, after a job of that depth: the next one in its place, where all that is queued is alike."""
-        queue = self._queues.get(depth)
-        if queue is None or len(self._queues) > 1:
-            return None
-        self._queued -= 1
-        job = queue.popleft()
-        if not queue:
-            del self._queues[depth]
-        return depth, job
+    def hold(self, key: int, is_held: bool) -> None:
+        """Begin no more jobs of a lane, or go on with them."""
+        wake = False
+        with self._lock:
+            lane = self._lanes.lane(key)
+            lane.is_held = is_held
+            if not is_held and lane.queued and not self._closed:
+                wake = self._call_anyone()
+        if wake:
+            self.wake()
 
     def _drain(self) -> None:
         """Run what is queued, until nothing is left that may run."""
         drainer = _Drainer()
-        depth = -1  # of the job just run
+        lanes = self._lanes
+        depth = 0
+        lane: Lane | None = None  # of the job just run
         while True:
             with self._lock:
-                found = self._next_like(depth)
-                if found is None and depth >= 0:
-                    self._finished(depth)
+                found = None
+                if lane is not None:
+                    found = lanes.next_like(depth, lane)
+                    if found is None:
+                        lanes.finished(depth, lane)
                 if found is None:
-                    found = self._next()
+                    found = lanes.next()
                 if found is None:
                     self._drainers.discard(drainer)
                     uncork, self._corked = self._corked, False
@@ -240,7 +224,7 @@ class Reactor:
                 drainer.ran += 1
                 if not self._waiting:
                     self._start_thread()
-            depth, job = found
+            depth, lane, job = found
             _local.depth = depth
             _local.drainer = drainer
             try:
@@ -255,17 +239,9 @@ class Reactor:
         if uncork:
             self._on_tick()
 
-    def _finished(self, depth: int) -> None:
-        """Under the lock."""
-        left = self._running[depth] - 1
-        if left:
-            self._running[depth] = left
-        else:
-            del self._running[depth]
-
     @property
-    def has_queued(self) -> bool:
-        return self._queued > 0
+    def queued(self) -> int:
+        return self._lanes.queued
 
     def cork(self) -> bool:
         """Whether what a job has put aside to send may wait until its thread has run what is queued, or for the tick."""
@@ -274,7 +250,7 @@ class Reactor:
                 True  # it is reset before `on_tick` is called, which then sees what has been put aside by now
             )
         with self._lock:
-            if not self._queued or not (self._watchers or self._called):
+            if not self._lanes.queued or not (self._watchers or self._called):
                 return False
             self._corked = True
             if self._tick_at == NEVER:
@@ -306,14 +282,14 @@ class Reactor:
         if drainer is not None:
             with self._lock:
                 self._drainers.discard(drainer)
-                wake = bool(self._queued and self._waiting)
+                wake = bool(self._lanes.queued and self._waiting)
             if wake:
                 self.wake()
 
     def may_stay(self) -> bool:
         """Whether this thread may wait elsewhere than in the epoll; `moved_on` afterwards. One at a time."""
         with self._lock:
-            if self._closed or self._staying or not self._waiting or self._queued:
+            if self._closed or self._staying or not self._waiting or self._lanes.queued:
                 return False
             self._staying = True
             return True
@@ -326,7 +302,7 @@ class Reactor:
 
     def _start_thread(self) -> None:
         """Under the lock."""
-        if self._closed or len(self._threads) >= MAX_THREADS:
+        if self._closed or len(self._threads) >= self._lanes.max_threads:
             return
         thread = threading.Thread(target=self._loop, name=f"farstep-{self._name}", daemon=True)
         self._threads.add(thread)
@@ -365,21 +341,19 @@ class Reactor:
                 return False
             self._waiting -= 1
         try:
-            for fd, _ in events:
-                handler = self._handlers.get(fd)
-                if handler is not None:
-                    if fd != self._wake_fd:
-                        self._hand_on_watch()
-                    try:
-                        handler()
-                    except BaseException:
-                        log.exception("worker %r: an event could not be handled", self._name)
+            for fd, mask in events:
+                if fd != self._wake_fd:
+                    self._hand_on_watch()
+                if mask & select.EPOLLOUT:
+                    self._handle(self._writers.get(fd))
+                if mask != select.EPOLLOUT:
+                    self._handle(self._handlers.get(fd))
             if self._tick_at != NEVER:
                 try:
                     self._tick()
                 except BaseException:
                     log.exception("worker %r: a tick failed", self._name)
-            if self._queued and self._may_take_over(watches and not events):
+            if self._lanes.queued and self._may_take_over(watches and not events):
                 self._hand_on_watch()
                 self._drain()
         finally:
@@ -387,9 +361,16 @@ class Reactor:
                 self._waiting += 1
         return True
 
+    def _handle(self, handler: Callable[[], None] | None) -> None:
+        if handler is not None:
+            try:
+                handler()
+            except BaseException:
+                log.exception("worker %r: an event could not be handled", self._name)
+
     def _hand_on_watch(self) -> None:
         """This thread may be gone for long: if there is something to watch, call another."""
-        if self._queued or self._tick_at != NEVER:
+        if self._lanes.queued or self._tick_at != NEVER:
             with self._lock:
                 wake = self._call_watcher()
             if wake:
@@ -400,16 +381,13 @@ class Reactor:
         with self._lock:
             if self._closed:
                 return None, False
-            work = self._queued > 0 and self._has_room()
+            work = self._lanes.queued > 0 and self._lanes.has_runnable
             if work and not self._drainers:
                 return 0.0, False  # nobody runs it: look at the sockets, and do so
             if work or self._tick_at != NEVER:
                 self._watchers += 1
                 return TICK_S if work else max(self._tick_at - time.monotonic(), 0.0), True
             return SPARE_LIFE_S if self._waiting > SPARE_THREADS else -1, False
-
-    def _has_room(self) -> bool:
-        return any(self._running.get(d, 0) < self._allowance for d in self._queues)
 
     def _may_take_over(self, waited: bool) -> bool:
         with self._lock:
@@ -431,9 +409,7 @@ class Reactor:
         """
         with self._lock:
             self._closed = True
-            left_over = [job for queue in self._queues.values() for job in queue]
-            self._queues.clear()
-            self._queued = 0
+            left_over = self._lanes.clear()
         deadline = time.monotonic() + timeout_s
         me = threading.current_thread()
         while True:
@@ -455,3 +431,4 @@ class Reactor:
             os.close(self._wake_fd)
             self._wake_fd = -1
             self._handlers.clear()
+            self._writers.clear()

@@ -130,7 +130,7 @@ class Settlement:
         if peer.riders:
             peer.flush(call.deadline)
         receiver = peer.receiver
-        if receiver is None or not receiver.take_read_lock():
+        if receiver is None or peer.intake.is_paused or not receiver.take_read_lock():
             return
         # Until the reply is taken, by whichever thread: that one sees to the future.
         read = self._agent.inbox.read_until(receiver, peer, lambda: call.id not in peer.calls, call.deadline)

@@ -111,7 +111,9 @@ class RRefTable:
             return owner.id, owner.name, rref._id, None, me, True
         fork = self.new_id()
         try:
-            self._agent.peer(owner.id).post(Kind.RREF, 0, ("add", [(rref._id, fork, to.id)]), deadline=until)
+            self._agent.peer(owner.id).post(
+                Kind.RREF, 0, ("add", [(rref._id, fork, to.id)]), deadline=until, soon=True
+            )
         except RpcTimeout as exc:
             self.let_go(owner.id, rref._id, fork)  # should it arrive after all
             raise RpcTimeout(
@@ -240,7 +242,8 @@ class RRefTable:
             by_owner.setdefault(owner_id, []).append((id, fork))
         for owner_id, forks in by_owner.items():
             try:
-                self._agent.peer(owner_id).post(Kind.RREF, 0, ("delete", forks), deadline=self._agent.soon())
+                owner = self._agent.peer(owner_id)
+                owner.post(Kind.RREF, 0, ("delete", forks), deadline=self._agent.soon(), soon=True)
             except RpcTimeout:
                 self._dropped.extend((owner_id, id, fork) for id, fork in forks)
             except RpcError:
@@ -312,9 +315,10 @@ class RRefTable:
     def _answer(self, answers: Answers) -> None:
         for message, error in answers:
             if error is None:
-                self._agent.submit(0, partial(self._agent.service.answer, message, None))
+                job = partial(self._agent.service.answer, message, None)
             else:
-                self._agent.submit(0, partial(self._agent.service.answer_error, message, error))
+                job = partial(self._agent.service.answer_error, message, error)
+            self._agent.submit(0, job, message.peer.control_lane)
 
     def _answer_check(self, message: Message, forks: list[tuple[GlobalId, GlobalId]]) -> None:
         asker = message.peer.id
@@ -327,7 +331,8 @@ class RRefTable:
             rref = self._users.get(fork)
             if rref is None or rref._id != id or rref._owner.id != asker:
                 missing.append((id, fork))
-        self._agent.submit(0, partial(self._agent.service.answer, message, missing))
+        answer = partial(self._agent.service.answer, message, missing)
+        self._agent.submit(0, answer, message.peer.control_lane)
 
     def _add(self, id: GlobalId, fork: GlobalId, holder: int, peer: Peer, answers: Answers) -> None:
         kept = self._owned.get(id)

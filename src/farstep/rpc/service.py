@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 __all__ = ["Service", "describe_function", "rebuild_error"]
 
 ANSWER_TIMEOUT_S = 30.0
+MAX_RIDING = 4096
+"""With so many answers waiting to go together, further ones do not wait with them."""
 FUTURE = torch.futures.Future.__bases__[0]
 """What `then` returns: the class below torch's Future."""
 log = logging.getLogger("farstep.rpc")
@@ -59,8 +61,9 @@ class Service:
         """Go on when the owners have confirmed the references that a message brought; with an error where one has not."""
         strangers = [r for r in message.refs if r._awaited is not None]
         if strangers:
+            lane = message.peer.lane
             self._agent.rrefs.confirm(
-                strangers, lambda error: self._agent.submit(depth, partial(then, error))
+                strangers, lambda error: self._agent.submit(depth, partial(then, error), lane)
             )
         else:
             then(None)
@@ -185,13 +188,21 @@ class Service:
         try:
             if (
                 extra is None
-                and self._agent.reactor.has_queued
+                and self._agent.reactor.queued
+                and message.peer.riders < MAX_RIDING
                 and self._answer_later(message, kind, head, packed)
             ):
                 return
             deadline = time.monotonic() + max(self._agent.rpc_timeout, ANSWER_TIMEOUT_S)
             message.peer.post(
-                kind, message.call_id, head, packed, depth=message.depth, deadline=deadline, extra=extra
+                kind,
+                message.call_id,
+                head,
+                packed,
+                depth=message.depth,
+                deadline=deadline,
+                extra=extra,
+                soon=True,
             )
         except (WorkerLost, NotInitialized) as exc:
             if kind is Kind.REPLY and isinstance(exc, WorkerLost) and exc.worker != message.peer.name:
@@ -205,8 +216,14 @@ class Service:
                 self.answer_error(message, exc)  # it counts the call
                 return
             log.warning("worker %r cannot answer %r: %s", self._agent.info.name, message.peer.name, exc)
+        self._answered(message)
+
+    def _answered(self, message: Message) -> None:
+        """The call is over, for this worker."""
         if message.kind != Kind.GATHER:
             self._agent.tally.serve()
+        if message.charge:
+            message.peer.finished(message)
 
     def _answer_later(self, message: Message, kind: Kind, head: Any, packed: Packed) -> bool:
         """A small answer may go together with those of the calls that this thread runs next."""
@@ -215,9 +232,8 @@ class Service:
         self._agent.send_together(message.peer)
         # Only now that it rides may the reactor be told: a tick between the two would pass it by.
         if not self._agent.reactor.cork():
-            message.peer.flush(self._agent.soon())
-        if message.kind != Kind.GATHER:
-            self._agent.tally.serve()
+            message.peer.flush_soon()
+        self._answered(message)
         return True
 
 

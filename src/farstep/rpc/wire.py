@@ -32,6 +32,8 @@ HEADER: Final = struct.Struct("<HBBHHIIQ")
 
 MAX_BUFFERS: Final = 1 << 20
 RECEIVE_BYTES: Final = 256 << 10
+DRAIN_BYTES: Final = 4 << 20
+"""One `read` takes not much more than this, though there may be more."""
 OWN_MEMORY_BYTES: Final = 32 << 10
 """A buffer of at least this size gets memory of its own; smaller ones are copied out of the receive buffer."""
 
@@ -61,7 +63,7 @@ KNOWN_KINDS: Final = frozenset(int(kind) for kind in Kind)
 class Frame:
     """One received message. `meta` is still pickled; `buffers` are raw, in the order they were sent."""
 
-    __slots__ = ("buffers", "call_id", "depth", "fds", "kind", "meta", "size")
+    __slots__ = ("buffers", "call_id", "depth", "fds", "kind", "meta", "missing_bytes", "size")
 
     def __init__(self, kind: int, call_id: int, depth: int, fds: int) -> None:
         self.kind = kind
@@ -71,6 +73,8 @@ class Frame:
         self.meta: bytes | bytearray = b""
         self.buffers: list[Bytes | torch.Tensor] = []
         self.size = 0
+        self.missing_bytes = 0
+        """There was no memory for so many: the buffers are empty. So is the meta, if there was none for that either."""
 
 
 def frame_bytes(
@@ -119,11 +123,13 @@ class FrameReader:
     def read(self) -> list[Frame]:
         """The frames that have arrived in full; empty when the stream would block. EOFError at its end."""
         frames: list[Frame] = []
-        while not frames or (self._has_more is not None and self._has_more()):
+        nbytes = 0
+        while not frames or (nbytes < DRAIN_BYTES and self._has_more is not None and self._has_more()):
             if self._large is not None:
                 if not self._fill_large():
                     break
                 frames.append(self._large.frame)
+                nbytes += self._large.frame.size
                 self._large = None
                 self._cut(frames)
                 continue
@@ -137,6 +143,7 @@ class FrameReader:
                     break  # hand out what came before the end; the next read says it again
                 raise EOFError("stream ended inside a frame" if self.in_frame else "stream ended")
             self._end += count
+            nbytes += count
             self._cut(frames)
         return frames
 
@@ -222,39 +229,57 @@ class FrameReader:
 
 
 class _LargeFrame:
-    """A frame whose parts are received where they will stay."""
+    """A frame whose parts are received where they will stay; or thrown away, where there is no memory for them."""
 
     def __init__(
         self, frame: Frame, meta_length: int, lengths: Sequence[int], take: Callable[[int], torch.Tensor]
     ) -> None:
         self.frame = frame
-        meta = bytearray(meta_length)
-        frame.meta = meta
-        self._views = [memoryview(meta)]
-        for length in lengths:
-            if length >= OWN_MEMORY_BYTES:
-                tensor = take(length)
-                frame.buffers.append(tensor)
-                self._views.append(bytes_of(tensor))
-            else:
-                small = bytearray(length)
-                frame.buffers.append(small)
-                self._views.append(memoryview(small))
+        self._views: list[memoryview] = []
+        self._to_skip = 0
+        self._scratch = memoryview(b"")
+        try:
+            frame.meta = bytearray(meta_length)
+            self._views.append(memoryview(frame.meta))
+            self._make_room(lengths, take)
+        except (MemoryError, RuntimeError, OSError):  # torch and mmap raise the latter ones
+            frame.buffers[:] = [b""] * len(lengths)
+            del self._views[1:]
+            self._to_skip = sum(lengths) + (0 if self._views else meta_length)
+            self._scratch = memoryview(bytearray(RECEIVE_BYTES))
+            frame.missing_bytes = self._to_skip
+            frame.size -= self._to_skip
         self._index = 0
         self._at = 0
         self.advance(0)
 
+    def _make_room(self, lengths: Sequence[int], take: Callable[[int], torch.Tensor]) -> None:
+        for length in lengths:
+            if length >= OWN_MEMORY_BYTES:
+                tensor = take(length)
+                self.frame.buffers.append(tensor)
+                self._views.append(bytes_of(tensor))
+            else:
+                small = bytearray(length)
+                self.frame.buffers.append(small)
+                self._views.append(memoryview(small))
+
     @property
     def is_full(self) -> bool:
-        return self._index == len(self._views)
+        return self._index == len(self._views) and not self._to_skip
 
     @property
     def rest(self) -> memoryview:
-        return self._views[self._index][self._at :]
+        if self._index < len(self._views):
+            return self._views[self._index][self._at :]
+        return self._scratch[: self._to_skip]
 
     def advance(self, count: int) -> None:
+        if self._index == len(self._views):
+            self._to_skip -= count
+            return
         self._at += count
-        while not self.is_full and self._at == len(self._views[self._index]):
+        while self._index < len(self._views) and self._at == len(self._views[self._index]):
             self._index += 1
             self._at = 0
 
