@@ -404,7 +404,7 @@ def test_a_reference_from_a_third_worker_may_be_used_when_its_owner_knows(agents
             cid.call_sync("mal", look, (got,), {}, 0.1)
     finally:
         reads_ann.read_lock.release()
-        bob.inbox._arm(reads_ann)
+        bob.inbox.arm(bob.peer("ann"), reads_ann)
     assert got.to_here() == secret()
     assert call(cid, "mal", look, got) == secret()
     assert got.confirmed_by_owner()
