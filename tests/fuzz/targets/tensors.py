@@ -23,7 +23,7 @@ NAME = "tensors"
 INPUTS_PER_CASE = 30
 
 _DTYPES = [torch.float32, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.bfloat16]
-_PEER: Any = SimpleNamespace(borrower=Borrower())
+_PEER: Any = SimpleNamespace(borrower=Borrower(1 << 30))
 _numbers = st.integers(0, 5) | st.sampled_from([7, 64, 2**31, 2**62, 2**63 - 1])
 strategy = st.tuples(
     st.sampled_from(_DTYPES),
