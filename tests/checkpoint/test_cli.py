@@ -438,11 +438,11 @@ SLOW = """
 import sys, time
 from farstep.checkpoint import local_disk
 from farstep.cli import main
-read_into = local_disk._StoredFile.read_into
+read_into = local_disk.DiskFile.read_into
 def slowly(self, offset, buffer):
     time.sleep(0.05)
     return read_into(self, offset, buffer)
-local_disk._StoredFile.read_into = slowly
+local_disk.DiskFile.read_into = slowly
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -42,16 +42,23 @@ class Choices:
         return bytes(self.number(256) for _ in range(1 + self.number(most)))
 
 
-class Bound:
-    """How much the memory of this process may grow at its highest. What one input takes for a moment counts."""
+_EVERY = 32
 
-    def __init__(self, most_bytes: int = 256 << 20) -> None:
-        self._most, self._begin = most_bytes, 0
+
+class Bound:
+    """How much memory a few inputs may take, for a moment too: by so much the highest that this process has had may grow from one look to the next."""
+
+    def __init__(self, most_bytes: int = 96 << 20) -> None:
+        self._most, self._peak, self._calls = most_bytes, 0, 0
 
     def check(self) -> None:
+        self._calls += 1
+        if self._calls % _EVERY != 1:
+            return  # the highest stays, and to ask for it takes a while
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-        self._begin = self._begin or peak
-        assert peak - self._begin < self._most, f"{peak - self._begin:,} bytes were taken for a small input"
+        grown = peak - (self._peak or peak)
+        self._peak = peak
+        assert grown < self._most, f"{grown:,} bytes were taken for a few small inputs"
 
 
 # -- a storage --------------------------------------------------------------------------------------------
