@@ -37,7 +37,7 @@ def dump_meta(
     return pickle.dumps((head, packed.body, packed.slots, descriptions, refs, extra), PROTOCOL)
 
 
-def load_meta(meta: bytes | bytearray, open_trust: bool) -> Any:
+def load_meta(meta: bytes | memoryview, open_trust: bool) -> Any:
     """The plain values of a frame. ProtocolError where they cannot be read."""
     try:
         return pickle.loads(meta) if open_trust else read_plain(meta)
@@ -102,8 +102,13 @@ class Message:
             for fd in fds:
                 os.close(fd)
             raise ProtocolError(f"a message with {len(fds)} file descriptors for {len(places)} new segments")
-        for (id, size), fd in zip(places, fds, strict=True):
-            self.peer.borrower.admit(id, size, fd)
+        waiting = iter(fds)
+        try:
+            for id, size in places:
+                self.peer.borrower.admit(id, size, next(waiting))
+        finally:
+            for fd in waiting:  # those behind one that could not be mapped
+                os.close(fd)
 
     @property
     def is_plain(self) -> bool:

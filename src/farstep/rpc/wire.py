@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Final
 
+import numpy
 import torch
 
 from farstep.errors import ProtocolError
@@ -68,7 +69,7 @@ class Frame:
         self.call_id = call_id
         self.depth = depth
         self.fds = fds
-        self.meta: bytes | bytearray = b""
+        self.meta: bytes | memoryview = b""
         self.buffers: list[Bytes | torch.Tensor] = []
         self.size = 0
 
@@ -216,9 +217,9 @@ class _LargeFrame:
 
     def __init__(self, frame: Frame, meta_length: int, lengths: Sequence[int]) -> None:
         self.frame = frame
-        meta = bytearray(meta_length)
-        frame.meta = meta
-        self._views = [memoryview(meta)]
+        # Not a bytearray, which would touch memory that is only announced.
+        frame.meta = numpy.empty(meta_length, dtype=numpy.uint8).data
+        self._views = [frame.meta]
         for length in lengths:
             if length >= OWN_MEMORY_BYTES:
                 tensor = torch.empty(length, dtype=torch.uint8)
