@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.memory import begin_of_peak, peak_bytes
 from support.workers import bounded, eventually
 
 from farstep import rpc
@@ -377,6 +378,16 @@ def test_a_part_of_a_gathering_in_another_s_name_costs_its_sender(trio: list[Age
     head = ("user/*", 0, "worker1", None, 5.0)
     inject(trio[2], "worker0", frame_bytes(Kind.GATHER, 5, dump_meta(head, EMPTY, (), (), None)))
     eventually(lambda: len(trio[0].get_worker_infos()) == 2, "the liar being dropped")
+    assert call(trio[0], "worker1") == 2
+
+
+def test_memory_that_is_only_announced_is_not_taken(trio: list[Agent]) -> None:
+    before = begin_of_peak()
+    inject(trio[2], "worker0", HEADER.pack(MAGIC, VERSION, Kind.CALL, 0, 0, 2**31, 0, 1) + b"x" * 300_000)
+    receiver = trio[0].peer("worker2").receiver
+    assert receiver is not None
+    eventually(lambda: receiver._reader._large is not None, "the frame being begun")
+    assert peak_bytes() - before < 500 << 20
     assert call(trio[0], "worker1") == 2
 
 

@@ -37,7 +37,7 @@ def dump_meta(
     return pickle.dumps((head, packed.body, packed.slots, descriptions, refs, extra), PROTOCOL)
 
 
-def load_meta(meta: bytes | bytearray, open_trust: bool) -> Any:
+def load_meta(meta: bytes | memoryview, open_trust: bool) -> Any:
     """The plain values of a frame. ProtocolError where they cannot be read."""
     try:
         return pickle.loads(meta) if open_trust else read_plain(meta)

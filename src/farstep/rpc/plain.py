@@ -28,11 +28,12 @@ class Malformed(ValueError):
     """A pickle that is cut off, is none, or does what it may not."""
 
 
-def read_plain(data: bytes | bytearray) -> Any:
+def read_plain(data: bytes | memoryview) -> Any:
     """What a pickle of plain values stands for. Malformed where it is none.
 
     The same as `PlainReader.read`, with the instructions that most messages consist of in one loop: three times as fast.
     """
+    data = bytes(data)
     reader = PlainReader(data)
     steps, stack, memo = reader.steps, reader.stack, reader.memo
     at = 0

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Final
 
+import numpy
 import torch
 
 from farstep.errors import ProtocolError
@@ -70,7 +71,7 @@ class Frame:
         self.call_id = call_id
         self.depth = depth
         self.fds = fds
-        self.meta: bytes | bytearray = b""
+        self.meta: bytes | memoryview = b""
         self.buffers: list[Bytes | torch.Tensor] = []
         self.size = 0
         self.missing_bytes = 0
@@ -239,8 +240,9 @@ class _LargeFrame:
         self._to_skip = 0
         self._scratch = memoryview(b"")
         try:
-            frame.meta = bytearray(meta_length)
-            self._views.append(memoryview(frame.meta))
+            # Not a bytearray, which would touch memory that is only announced.
+            frame.meta = numpy.empty(meta_length, dtype=numpy.uint8).data
+            self._views.append(frame.meta)
             self._make_room(lengths, take)
         except (MemoryError, RuntimeError, OSError):  # torch and mmap raise the latter ones
             frame.buffers[:] = [b""] * len(lengths)

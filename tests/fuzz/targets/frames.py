@@ -12,6 +12,7 @@ from fuzz.mutate import check_brief, mutated
 
 NAME = "frames"
 INPUTS_PER_CASE = 20
+SHARE = 0.3
 MAX_FRAME_BYTES = 1 << 20
 
 _frames = st.tuples(

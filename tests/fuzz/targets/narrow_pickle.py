@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import struct
+import warnings
 from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass
 from datetime import timedelta
@@ -57,6 +58,7 @@ def identity(value: Any = None) -> Any:
     return value
 
 
+warnings.filterwarnings("ignore", message="Sparse CSR tensor support")
 _TRUST = Trust((__name__,))
 _BODIES = [
     pack(values).body
