@@ -1,7 +1,9 @@
 """A child that a worker forks is not the worker: it neither reports nor answers for it, and does not keep its end from being noticed."""
 
+import contextlib
 import os
 import signal
+import socket
 import sys
 import time
 
@@ -131,3 +133,30 @@ def test_the_end_of_a_worker_whose_child_lives_is_noticed(tmp_path):
     finally:
         if child:
             os.kill(child, signal.SIGKILL)
+
+
+def test_a_forked_child_holds_nothing_of_its_parents_agent() -> None:
+    """Neither connections nor the door nor the lock of its directory: what the parent leaves behind is swept by others."""
+    with rpc.local_agents(2, rpc.RpcOptions(secret="a secret among friends")) as agents:
+        assert agents[0].call_sync("worker1", max, (1, 2), {}, 20.0) == 2
+        with socket.socket(socket.AF_UNIX) as silent:
+            silent.connect(str(agents[0].links.me.card.unix))
+            eventually(lambda: agents[0].links._listener._strangers, "the stranger at the door")
+            ours = {os.readlink(f"/proc/self/fd/{fd}") for agent in agents for fd in descriptors(agent)}
+            assert len(ours) >= 8
+            pid = os.fork()
+            if pid == 0:
+                held = 0
+                for fd in os.listdir("/proc/self/fd"):
+                    with contextlib.suppress(OSError):
+                        held += os.readlink(f"/proc/self/fd/{fd}") in ours
+                os._exit(min(held, 100))
+            assert ended(pid) == 0
+        assert agents[1].call_sync("worker0", max, (1, 2), {}, 20.0) == 2
+
+
+def descriptors(agent: rpc.Agent) -> list[int]:
+    listener = agent.links._listener
+    ends = [end.sock for peer in agent.links.peers() for end in (peer.sender, peer.receiver) if end]
+    assert listener._claim is not None
+    return [listener._claim, *(sock.fileno() for sock in (*listener.sockets, *listener._strangers, *ends))]

@@ -501,9 +501,7 @@ class Links:
                 if end is not None:
                     with contextlib.suppress(OSError):
                         _detach(end.sock)
-        for sock in self._listener.sockets:
-            with contextlib.suppress(OSError):
-                sock.close()
+        self._listener.after_fork()
 
 
 def _detach(sock: socket.socket) -> None:

@@ -169,6 +169,16 @@ class Listener:
             self._claim = None
 
 
+    def after_fork(self) -> None:
+        """In a child process: all of this is the parent's. Close the copies, quietly."""
+        for sock in [*self.sockets, *self._strangers]:
+            with contextlib.suppress(OSError):
+                os.close(sock.detach())
+        if self._claim is not None:
+            os.close(self._claim)
+            self._claim = None
+
+
 def _lock(directory: str) -> int | None:
     """Hold a directory for as long as this process lives, however it ends. None where another process holds it."""
     fd = os.open(os.path.join(directory, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -20,6 +20,7 @@ from farstep.errors import ProtocolError
 from farstep.rpc import Agent, RpcOptions
 from farstep.rpc.inbox import _Arrivals
 from farstep.rpc.message import read_message
+from farstep.rpc.reactor import OWN
 from farstep.rpc.wire import Frame, Kind
 from fuzz.mutate import check_brief, mutated, odd_value, odd_values, replaced
 
@@ -141,10 +142,10 @@ def _deliver(victim: Agent, peer: Any, frame: Frame) -> None:
     except ProtocolError as exc:
         check_brief(exc)
         return
-    _run([(0, job) for _, job in arrivals.take_jobs()], victim)
+    _run([job for _, _, job in arrivals.take_jobs()], victim)
 
 
-def _run(jobs: list[tuple[int, Callable[[], None]]], victim: Agent) -> None:
+def _run(jobs: list[Callable[[], None]], victim: Agent) -> None:
     done = threading.Event()
-    victim.submit_all([*jobs, (0, done.set)])
+    victim.submit_all([(0, OWN, job) for job in (*jobs, done.set)])
     assert done.wait(PATIENCE_S)
