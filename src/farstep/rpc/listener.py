@@ -168,7 +168,6 @@ class Listener:
             os.close(self._claim)
             self._claim = None
 
-
     def after_fork(self) -> None:
         """In a child process: all of this is the parent's. Close the copies, quietly."""
         for sock in [*self.sockets, *self._strangers]:

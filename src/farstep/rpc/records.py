@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Sequence
 from typing import Any, Final
 
 from farstep.errors import ProtocolError
@@ -31,30 +30,29 @@ class RecordSocket(socket.socket):
         timeout = plain.gettimeout()
         super().__init__(plain.family, plain.type, plain.proto, fileno=plain.detach())
         self.settimeout(timeout)
-        self._unsent = memoryview(b"")
+        self._unsent = b""
         self._unsent_count = 0
+        self.has_more = False
+        """Bytes have left the kernel and were perhaps not handed out: epoll does not tell of these."""
 
     def send(self, data: Any, flags: int = 0) -> int:
         """Send one record of the data, and say how much of it that was."""
         if self._unsent:
-            self._unsent = self._unsent[super().send(self._unsent) :]
+            self._unsent = self._unsent[_send(self, self._unsent) :]
             if self._unsent:
                 raise BlockingIOError("the rest of a record waits for room")
             count, self._unsent_count = self._unsent_count, 0
-            if count:
-                return count
-        buffers, count = self._seal(memoryview(data))
-        try:
-            sent = super().sendmsg(buffers)
-        except BlockingIOError:
-            sent = 0
-        whole = sum(map(len, buffers))
-        if sent < whole:
-            # A copy: when the caller comes again its bytes are the same, but may lie elsewhere.
-            self._unsent = memoryview(b"".join(buffers))[sent:]
-            self._unsent_count = count
-            raise BlockingIOError("a record waits for room")
-        return count
+            return count
+        return self._send_record(data)
+
+    def _send_record(self, data: Any) -> int:
+        """Make a record and send it, or `_put_off` what does not fit in."""
+        raise NotImplementedError  # pragma: no cover
+
+    def _put_off(self, record: bytes, sent: int, count: int) -> None:
+        self._unsent = record[sent:]
+        self._unsent_count = count
+        raise BlockingIOError("a record waits for room")
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
         """Receive what has come, 0 at the end. BlockingIOError where no whole record is there."""
@@ -64,15 +62,8 @@ class RecordSocket(socket.socket):
         """From the plain socket below."""
         return super().recv_into(view, 0, flags)
 
-    @property
-    def has_more(self) -> bool:
-        """Whether bytes have left the kernel and were not handed out: epoll does not tell of these."""
-        raise NotImplementedError  # pragma: no cover
 
-    def _seal(self, data: memoryview) -> tuple[Sequence[bytes | memoryview], int]:
-        """The bytes of a record, and how many bytes of the data are in it."""
-        raise NotImplementedError  # pragma: no cover
-
+_send: Final = socket.socket.send
 
 MAX_RECORD_BYTES: Final = 256 << 10
 _HEAD: Final = struct.Struct("<I16s")
@@ -99,15 +90,20 @@ class MacSocket(RecordSocket):
         self._own = memoryview(b"")
         self._verified = memoryview(b"")
 
-    def _seal(self, data: memoryview) -> tuple[Sequence[bytes | memoryview], int]:
-        data = data[:MAX_RECORD_BYTES]
-        tag = self._cipher.encrypt(_NONCE.pack(self._sent, 0), b"", data)
+    def _send_record(self, data: Any) -> int:
+        if len(data) > MAX_RECORD_BYTES:
+            data = memoryview(data)[:MAX_RECORD_BYTES]
+        count = len(data)
+        head = _HEAD.pack(count, self._cipher.encrypt(_NONCE.pack(self._sent, 0), b"", data))
         self._sent += 1
-        return (_HEAD.pack(len(data), tag), data), len(data)
-
-    @property
-    def has_more(self) -> bool:
-        return len(self._verified) > 0
+        try:
+            sent = self.sendmsg((head, data))
+        except BlockingIOError:
+            sent = 0
+        if sent < _HEAD.size + count:
+            # A copy: when the caller comes again its bytes are the same, but may lie elsewhere.
+            self._put_off(b"".join((head, data)), sent, count)
+        return count
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
         """A record that fits is received straight into the buffer: until it is whole, come again with the same one."""
@@ -133,9 +129,11 @@ class MacSocket(RecordSocket):
             if length <= len(target):
                 return length
             self._verified = body
+            self.has_more = True
         count = min(len(target), len(self._verified))
         target[:count] = self._verified[:count]
         self._verified = self._verified[count:]
+        self.has_more = len(self._verified) > 0
         return count
 
     def _fill_head(self, flags: int) -> bool:

@@ -12,7 +12,6 @@ import os
 import socket
 import ssl
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -29,6 +28,7 @@ SEND_BYTES: Final = 7 * TLS_RECORD_BYTES
 
 RECEIVE_BYTES: Final = 256 << 10
 _DONTWAIT: Final = int(socket.MSG_DONTWAIT)
+_send: Final = socket.socket.send
 _CLOCK_SKEW: Final = timedelta(days=1)
 _LIFETIME: Final = timedelta(days=3650)
 _PEM_END: Final = "-----END CERTIFICATE-----"
@@ -168,38 +168,53 @@ class TlsSocket(RecordSocket):
         der = self._tls.getpeercert(binary_form=True)
         return None if der is None else _fingerprint(der)
 
-    def _seal(self, data: memoryview) -> tuple[Sequence[bytes | memoryview], int]:
-        write, done, length = self._tls.write, 0, min(len(data), SEND_BYTES)
-        while done < length:
-            done += write(data[done : min(done + TLS_RECORD_BYTES, length)])
-        return (self._outgoing.read(),), done
-
-    @property
-    def has_more(self) -> bool:
-        return self._incoming.pending > 0 or self._tls.pending() > 0
+    def _send_record(self, data: Any) -> int:
+        count = len(data)
+        if count <= TLS_RECORD_BYTES:
+            self._tls.write(data)
+        else:
+            data = memoryview(data)
+            write, done, count = self._tls.write, 0, min(count, SEND_BYTES)
+            while done < count:
+                done += write(data[done : min(done + TLS_RECORD_BYTES, count)])
+        record = self._outgoing.read()
+        try:
+            sent = _send(self, record)
+        except BlockingIOError:
+            sent = 0
+        if sent < len(record):
+            self._put_off(record, sent, count)
+        return count
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
-        target = memoryview(buffer)
         while True:
-            count = self._decrypt(target)
-            if count is not None:
-                return count
+            if self.has_more:
+                count = self._decrypt(buffer)
+                if count is not None:
+                    return count
             if not self._buffer:
                 self._buffer = memoryview(bytearray(RECEIVE_BYTES))
             count = self._receive(self._buffer, flags)
             if count == 0:
                 return 0
             self._incoming.write(self._buffer[:count])
+            self.has_more = True
             flags |= _DONTWAIT  # one wait is enough: a peer that drips bytes must not hold the caller
 
-    def _decrypt(self, target: memoryview) -> int | None:
+    def _decrypt(self, target: Any) -> int | None:
         """As many whole records as have come and fit. None where there is none, 0 at the end."""
-        read, done, length = self._tls.read, 0, len(target)
+        read, incoming, length = self._tls.read, self._incoming, len(target)
+        done: int = 0
         try:
-            while done < length and (self._incoming.pending or self._tls.pending()):
-                done += read(length - done, target[done:])  # type: ignore[operator]
+            done = read(length, target)  # type: ignore[assignment]
+            if incoming.pending and done < length:
+                target = memoryview(target)
+                while incoming.pending and done < length:
+                    done += read(length - done, target[done:])  # type: ignore[operator]
+            # Where there was room for more than a record had, OpenSSL holds nothing back.
+            self.has_more = incoming.pending > 0 or done == length
         except ssl.SSLWantReadError:
-            pass
+            self.has_more = False
         except ssl.SSLZeroReturnError:
             return done
         return done or None
