@@ -154,7 +154,7 @@ class Receiver:
     @property
     def has_more(self) -> bool:
         """Something has left the socket that `read` has not looked at: no event will tell of it."""
-        return self._reader.has_more
+        return self._is_tls and self._reader.has_more
 
     def close(self) -> None:
         """Only with `read_lock` held, or where no thread reads any more."""
