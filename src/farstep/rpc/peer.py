@@ -113,7 +113,7 @@ class Peer:
         """What this peer asked for has been answered."""
         charge, message.charge = message.charge, 0
         kind, intake = message.kind, self.intake
-        if kind == CALL or kind == REMOTE:
+        if kind in (CALL, REMOTE):
             intake.end(intake.calls, message.depth, charge)
         elif message.is_kept:
             intake.let_go(message.depth, charge)
