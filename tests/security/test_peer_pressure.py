@@ -65,19 +65,19 @@ def frames_of(what: str) -> Callable[[int], bytes]:
         numel = 1 << 18
         description = ("float32", 0, (numel,), None, None, 4 * numel, None)
         meta = dump_meta(("torch", "neg"), pack((torch.zeros(numel),)), (description,), (), None)
-        return lambda i: frame_bytes(Kind.CALL, i, meta, [4 * numel], depth=1) + bytes(4 * numel)
+        return lambda i: frame_bytes(Kind.CALL, (1 << 40) + i, meta, [4 * numel], depth=1) + bytes(4 * numel)
     if what == "small calls":
         meta = dump_meta((__name__, "block"), pack(()), (), (), None)
-        return lambda i: frame_bytes(Kind.CALL, i, meta, depth=1) * 100
+        return lambda i: frame_bytes(Kind.CALL, (1 << 40) + i, meta, depth=1) * 100
     if what == "depths":
         meta = dump_meta((__name__, "block"), pack(()), (), (), None)
-        return lambda i: frame_bytes(Kind.CALL, i, meta, depth=i + 1)
+        return lambda i: frame_bytes(Kind.CALL, (1 << 40) + i, meta, depth=i + 1)
     if what == "confirmations":
         meta = dump_meta(("confirm", []), EMPTY, (), (), None)
         return lambda i: frame_bytes(Kind.RREF, i, meta) * 1000
     if what == "large answers":
         meta = dump_meta((__name__, "megabyte"), pack((bytes(100_000),)), (), (), None)
-        return lambda i: frame_bytes(Kind.CALL, i, meta, depth=1)
+        return lambda i: frame_bytes(Kind.CALL, (1 << 40) + i, meta, depth=1)
     assert what == "unasked answers"
     body = dump_meta(None, pack(("x" * 500_000,)), (), (), None)
     return lambda i: frame_bytes(Kind.REPLY, 1 << 40, body)

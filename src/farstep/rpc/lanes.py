@@ -8,8 +8,8 @@ allowance times depth, not by calls.
 [Note: shares] A depth is what the caller says it is, so all threads are bounded too. One peer's jobs may take half as
 many threads as are left free by all, so k peers that take all they can leave some for the others. Of these, and of all
 threads, half are for jobs that are the first at their depth: calls may nest that deep however many there are at each
-depth. A peer's jobs are its lane; lanes are served in turn. Where one peer holds all of a depth's allowance, another that
-runs nothing there may run one job beyond it.
+depth. A peer's jobs are its lane; lanes are served in turn. Where one peer alone runs as many jobs as a depth's allowance,
+another that runs nothing may run one job beyond it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Work = tuple[int, int, Job]
 class Lane:
     """The jobs of one peer."""
 
-    __slots__ = ("depths", "is_held", "key", "queued", "queues", "running", "running_at")
+    __slots__ = ("depths", "is_held", "key", "queues", "running")
 
     def __init__(self, key: int) -> None:
         self.key = key
@@ -44,26 +44,18 @@ class Lane:
         self.queues: dict[int, deque[Job]] = {}
         self.depths: list[int] = []
         """Those that have a queue, in order."""
-        self.queued = 0
         self.running = 0
-        self.running_at: dict[int, int] = {}
 
-    def put(self, depth: int, job: Job) -> None:
-        queue = self.queues.get(depth)
-        if queue is None:
-            queue = self.queues[depth] = deque()
-            bisect.insort(self.depths, depth)
-        queue.append(job)
-        self.queued += 1
+    def open(self, depth: int) -> deque[Job]:
+        """A queue, where there is none."""
+        queue = self.queues[depth] = deque()
+        bisect.insort(self.depths, depth)
+        return queue
 
-    def take(self, depth: int) -> Job:
-        queue = self.queues[depth]
-        job = queue.popleft()
-        self.queued -= 1
-        if not queue:
-            del self.queues[depth]
-            del self.depths[bisect.bisect_left(self.depths, depth)]
-        return job
+    def shut(self, depth: int) -> None:
+        """A queue is empty."""
+        del self.queues[depth]
+        del self.depths[bisect.bisect_left(self.depths, depth)]
 
 
 Found = tuple[int, Lane, Job]
@@ -89,10 +81,15 @@ class Lanes:
         return lane
 
     def put(self, depth: int, key: int, job: Job) -> None:
-        lane = self._lanes.get(key) or self.lane(key)
-        if not lane.queued:
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = self.lane(key)
+        if not lane.queues:
             self._turns[key] = lane
-        lane.put(depth, job)
+        queue = lane.queues.get(depth)
+        if queue is None:
+            queue = lane.open(depth)
+        queue.append(job)
         self.queued += 1
 
     def next(self) -> Found | None:
@@ -105,24 +102,25 @@ class Lanes:
                 self._running[depth] = self._running.get(depth, 0) + 1
                 self._all_running += 1
                 lane.running += 1
-                lane.running_at[depth] = lane.running_at.get(depth, 0) + 1
                 return depth, lane, self._take(lane, depth)
         return None
 
     def next_like(self, depth: int, lane: Lane) -> Found | None:
         """After a job that is over: the next one in its place, where all that is queued is alike."""
-        if len(self._turns) != 1 or len(lane.depths) != 1 or lane.is_held:
-            return None
-        if lane.depths[0] != depth or lane.key not in self._turns:
-            return None
-        return depth, lane, self._take(lane, depth)
+        if len(self._turns) == 1 and len(lane.queues) == 1 and depth in lane.queues and not lane.is_held:
+            return depth, lane, self._take(lane, depth)
+        return None
 
     def _take(self, lane: Lane, depth: int) -> Job:
-        job = lane.take(depth)
+        queue = lane.queues[depth]
+        job = queue.popleft()
         self.queued -= 1
-        if not lane.queued:
-            del self._turns[lane.key]
-        elif len(self._turns) > 1:
+        if not queue:
+            lane.shut(depth)
+            if not lane.queues:
+                del self._turns[lane.key]
+                return job
+        if len(self._turns) > 1:
             self._turns[lane.key] = self._turns.pop(lane.key)
         return job
 
@@ -130,12 +128,11 @@ class Lanes:
         """A job that `next` gave out is over."""
         self._all_running -= 1
         lane.running -= 1
-        for running in (self._running, lane.running_at):
-            left = running[depth] - 1
-            if left:
-                running[depth] = left
-            else:
-                del running[depth]
+        left = self._running[depth] - 1
+        if left:
+            self._running[depth] = left
+        else:
+            del self._running[depth]
 
     @property
     def has_runnable(self) -> bool:
@@ -143,6 +140,8 @@ class Lanes:
 
     def _runnable(self, lane: Lane) -> int | None:
         """The depth of a job of this lane's that may run. See [Note: depth] and [Note: shares]."""
+        if not self._running and not lane.is_held:
+            return lane.depths[-1]
         free = self.max_threads - self._all_running
         if lane.is_held or free <= LISTENERS:
             return None
@@ -155,15 +154,15 @@ class Lanes:
             running = self._running.get(depth, 0)
             if not running:
                 return depth
-            if not only_first and (running < self._allowance or self._is_kept_out(lane, depth, running)):
+            if not only_first and (running < self._allowance or self._is_kept_out(lane, running)):
                 return depth
         return None
 
-    def _is_kept_out(self, lane: Lane, depth: int, running: int) -> bool:
-        """Where the allowance is used up: whether one other peer alone did that."""
-        if self._allowance == 1 or running >= 2 * self._allowance or lane.running_at.get(depth):
+    def _is_kept_out(self, lane: Lane, running: int) -> bool:
+        """Where the allowance is used up: whether one other peer may have done that alone, and this one runs nothing."""
+        if lane.running or self._allowance == 1 or running >= 2 * self._allowance:
             return False
-        return any(other.running_at.get(depth, 0) >= self._allowance for other in self._lanes.values())
+        return any(other.running >= self._allowance for other in self._lanes.values())
 
     def clear(self) -> list[Job]:
         """Forget all that is queued. The jobs that nobody has begun."""

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 __all__ = ["Peer", "PeerState", "SelfPeer"]
 
 
+CALL, REMOTE = int(Kind.CALL), int(Kind.REMOTE)
+
+
 class PeerState(Enum):
     PRESENT = "present"  # its card was read, or it introduced itself
     LEFT = "left"  # it said goodbye
@@ -114,12 +117,13 @@ class Peer:
     def finished(self, message: Message) -> None:
         """What this peer asked for has been answered."""
         charge, message.charge = message.charge, 0
-        if message.kind == Kind.CALL or message.kind == Kind.REMOTE:
-            self.intake.end(self.intake.calls, message.depth, charge)
+        kind, intake = message.kind, self.intake
+        if kind in (CALL, REMOTE):
+            intake.end(intake.calls, message.depth, charge)
         elif message.is_kept:
-            self.intake.let_go(message.depth, charge)
+            intake.let_go(message.depth, charge)
         else:
-            self.intake.end(self.intake.jobs, message.depth, charge)
+            intake.end(intake.jobs, message.depth, charge)
 
     def post(
         self,

@@ -73,21 +73,20 @@ class NoTurn(RpcTimeout):
 
 
 class Ledger:
-    """Calls and bytes under way, by depth. Not thread-safe. See [Note: back-pressure]."""
+    """Messages and bytes under way. Not thread-safe. See [Note: back-pressure]."""
 
-    __slots__ = ("_exempt", "_large", "calls", "depths", "nbytes")
+    __slots__ = ("_large", "calls", "exempt", "nbytes")
 
     def __init__(self) -> None:
         self.calls = 0
         self.nbytes = 0
-        self.depths: dict[int, int] = {}
+        self.exempt = 0
+        """Of these bytes, how many do not count against a bound."""
         self._large: dict[int, list[int]] = {}
-        self._exempt = 0
 
     def add(self, depth: int, nbytes: int) -> None:
         self.calls += 1
         self.nbytes += nbytes
-        self.depths[depth] = self.depths.get(depth, 0) + 1
         if nbytes >= LARGE_BYTES:
             self._large.setdefault(depth, []).append(nbytes)
             self._find_exempt()
@@ -95,11 +94,6 @@ class Ledger:
     def remove(self, depth: int, nbytes: int) -> None:
         self.calls -= 1
         self.nbytes -= nbytes
-        left = self.depths[depth] - 1
-        if left:
-            self.depths[depth] = left
-        else:
-            del self.depths[depth]
         if nbytes >= LARGE_BYTES:
             large = self._large[depth]
             large.remove(nbytes)
@@ -107,26 +101,18 @@ class Ledger:
                 del self._large[depth]
             self._find_exempt()
 
-    @property
-    def excess_bytes(self) -> int:
-        """The bytes that count against a bound."""
-        return self.nbytes - self._exempt
-
     def _find_exempt(self) -> None:
         largest = sorted((max(large) for large in self._large.values()), reverse=True)
-        self._exempt = sum(largest[:EXEMPT_DEPTHS])
+        self.exempt = sum(largest[:EXEMPT_DEPTHS])
 
-    def fits(self, depth: int, nbytes: int, max_calls: int, max_bytes: int) -> bool:
-        """Whether a caller may send one more."""
-        is_alone = depth not in self.depths
+    def excess_with(self, depth: int, nbytes: int) -> int:
+        """The bytes that would count against a bound with one more message."""
         if nbytes < LARGE_BYTES:
-            return is_alone or (self.calls < max_calls and self.excess_bytes + nbytes <= max_bytes)
-        if not is_alone and self.calls >= max_calls:
-            return False
+            return self.nbytes - self.exempt + nbytes
         self.add(depth, nbytes)
-        fits = self.excess_bytes <= max_bytes
+        excess = self.nbytes - self.exempt
         self.remove(depth, nbytes)
-        return fits
+        return excess
 
 
 class Turns:
@@ -138,6 +124,8 @@ class Turns:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._ledger = Ledger()
+        self._depths: dict[int, int] = {}
+        """How many calls are under way at each depth."""
         self._lines: dict[int, deque[Call]] = {}
         self._late: dict[int, tuple[int, int]] = {}
         self._ended = False
@@ -151,8 +139,7 @@ class Turns:
         depth = call.depth
         with self._lock:
             if depth not in self._lines and self._fits(depth, nbytes):
-                self._ledger.add(depth, nbytes)
-                call.charge = nbytes
+                self._add(call, nbytes)
                 return True
         before_waiting()
         with self._lock:
@@ -165,8 +152,7 @@ class Turns:
                         return False
                     if (left is not None and left <= 0) or not self._changed.wait(left):
                         raise NoTurn(self._why(nbytes))
-                self._ledger.add(depth, nbytes)
-                call.charge = nbytes
+                self._add(call, nbytes)
                 return not self._ended
             finally:
                 line.remove(call)
@@ -175,7 +161,27 @@ class Turns:
                 self._changed.notify_all()
 
     def _fits(self, depth: int, nbytes: int) -> bool:
-        return self._ledger.fits(depth, nbytes, self._max_calls, self._max_bytes)
+        is_alone = depth not in self._depths
+        if nbytes < LARGE_BYTES and is_alone:
+            return True
+        if self._ledger.calls >= self._max_calls and not is_alone:
+            return False
+        return self._ledger.excess_with(depth, nbytes) <= self._max_bytes
+
+    def _add(self, call: Call, nbytes: int) -> None:
+        call.charge = nbytes
+        self._ledger.add(call.depth, nbytes)
+        self._depths[call.depth] = self._depths.get(call.depth, 0) + 1
+
+    def _remove(self, depth: int, nbytes: int) -> None:
+        self._ledger.remove(depth, nbytes)
+        left = self._depths[depth] - 1
+        if left:
+            self._depths[depth] = left
+        else:
+            del self._depths[depth]
+        if self._lines:
+            self._changed.notify_all()
 
     def _why(self, nbytes: int) -> str:
         return (
@@ -188,12 +194,10 @@ class Turns:
         """The call has its answer, or was not sent after all."""
         with self._lock:
             if call.charge:
-                self._ledger.remove(call.depth, call.charge)
+                self._remove(call.depth, call.charge)
                 call.charge = 0
             elif self._late:
                 self._remove_late(call.id)
-            if self._lines:
-                self._changed.notify_all()
 
     def abandon(self, call: Call) -> None:
         """Nobody waits for the call any more, but the peer may still have it."""
@@ -207,13 +211,11 @@ class Turns:
         if self._late:
             with self._lock:
                 self._remove_late(call_id)
-                if self._lines:
-                    self._changed.notify_all()
 
     def _remove_late(self, call_id: int) -> None:
         charge = self._late.pop(call_id, None)
         if charge is not None:
-            self._ledger.remove(*charge)
+            self._remove(*charge)
 
     def end(self) -> None:
         """The peer is gone: nobody waits for it."""
@@ -249,7 +251,7 @@ class Intake:
         """A message came that is work for this worker: one of `calls`, or one of `jobs`."""
         with self._lock:
             ledger.add(depth, nbytes)
-            if ledger.calls > self._max_calls or ledger.excess_bytes > self._max_bytes:
+            if ledger.calls > self._max_calls or ledger.nbytes - ledger.exempt > self._max_bytes:
                 self.is_paused = True
         if self.is_paused and not self._was_told:
             self._was_told = True
@@ -269,16 +271,15 @@ class Intake:
         self.resume()
 
     def _is_light(self, ledger: Ledger) -> bool:
-        return 2 * ledger.calls <= self._max_calls and 2 * ledger.excess_bytes <= self._max_bytes
+        return 2 * ledger.calls <= self._max_calls and 2 * (ledger.nbytes - ledger.exempt) <= self._max_bytes
 
     def keep(self, depth: int, nbytes: int) -> bool:
         """A request came that must wait for something else to happen. False where there are too many of them."""
         with self._lock:
+            if self._kept.calls >= KEPT_CALLS or self._kept.excess_with(depth, nbytes) > self._max_bytes:
+                return False
             self._kept.add(depth, nbytes)
-            if self._kept.calls <= KEPT_CALLS and self._kept.excess_bytes <= self._max_bytes:
-                return True
-            self._kept.remove(depth, nbytes)
-            return False
+            return True
 
     def let_go(self, depth: int, nbytes: int) -> None:
         """It has been answered."""

@@ -196,7 +196,7 @@ class Reactor:
         with self._lock:
             lane = self._lanes.lane(key)
             lane.is_held = is_held
-            if not is_held and lane.queued and not self._closed:
+            if not is_held and lane.queues and not self._closed:
                 wake = self._call_anyone()
         if wake:
             self.wake()
