@@ -6,6 +6,7 @@ import pickle
 import struct
 import tracemalloc
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,7 +82,7 @@ def read_all(
     data: bytes, counts: Iterable[int], *, limit: int = MAX_FRAME_BYTES, drain: bool = False
 ) -> tuple[list[Frame], Exception]:
     stream = Stream(data, counts)
-    reader = FrameReader(stream.recv_into, limit, (lambda: True) if drain else None)
+    reader = FrameReader(stream.recv_into, limit, SimpleNamespace(has_more=True) if drain else None)
     frames: list[Frame] = []
     for _ in range(len(data) * 10 + 100):
         try:

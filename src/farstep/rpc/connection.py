@@ -82,12 +82,14 @@ class Receiver:
         """Bytes have left the socket and are not yet dealt with: an interrupt now would lose them."""
         self._spin_s = spin_s if (os.cpu_count() or 1) > 1 else 0.0
         self._looking = Looking(MAX_WAITS_WITHOUT)
-        self._fds: deque[int] = deque()
+        self.fds: deque[int] = deque()
+        """Descriptors that have come and that no frame has taken."""
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN | select.POLLRDHUP)
         recv = self._recv_with_fds if sock.family == socket.AF_UNIX else self._recv
-        has_more = (lambda: sock.has_more) if isinstance(sock, RecordSocket) else None
-        self._reader = FrameReader(recv, max_frame_bytes, has_more, pool.take)
+        self.records = sock if isinstance(sock, RecordSocket) else None
+        """The socket, if something may have left it that `read` has not looked at: no event tells of that."""
+        self._reader = FrameReader(recv, max_frame_bytes, self.records, pool.take)
         # The socket blocks for up to BLOCK_S where a caller waits, and is told not to elsewhere.
         sock.setblocking(True)
         self._flags = _DONTWAIT
@@ -150,26 +152,21 @@ class Receiver:
 
     def take_fds(self, count: int) -> list[int]:
         """The descriptors that came with a frame, in the order of its sending."""
-        if count > len(self._fds):
-            raise ProtocolError(f"a frame announces {count} file descriptors and {len(self._fds)} came")
-        return [self._fds.popleft() for _ in range(count)]
+        if count > len(self.fds):
+            raise ProtocolError(f"a frame announces {count} file descriptors and {len(self.fds)} came")
+        return [self.fds.popleft() for _ in range(count)]
 
     def check_fds(self) -> None:
         """After all frames that came have taken theirs: only one that is still on its way may have some here."""
-        if len(self._fds) > MAX_FDS:
-            raise ProtocolError(f"{len(self._fds)} file descriptors came that no frame announces")
-
-    @property
-    def has_more(self) -> bool:
-        """Something has left the socket that `read` has not looked at: no event will tell of it."""
-        return isinstance(self.sock, RecordSocket) and self.sock.has_more
+        if len(self.fds) > MAX_FDS:
+            raise ProtocolError(f"{len(self.fds)} file descriptors came that no frame announces")
 
     def close(self) -> None:
         """Only with `read_lock` held, or where no thread reads any more."""
         self.is_closed = True
         close_socket(self.sock)
-        while self._fds:
-            os.close(self._fds.popleft())
+        while self.fds:
+            os.close(self.fds.popleft())
 
     def _recv(self, view: memoryview) -> int | None:
         self.is_taking_in = False
@@ -195,7 +192,7 @@ class Receiver:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 fds = array.array("i")
                 fds.frombytes(data[: len(data) - len(data) % _FD_BYTES])
-                self._fds.extend(fds)
+                self.fds.extend(fds)
         if flags & _CTRUNC:
             raise ProtocolError("file descriptors were lost on the way: too many are open in this process")
         if not self._flags and time.monotonic() > self._block_until:

@@ -21,7 +21,7 @@ from farstep.rpc.calls import AsyncCall, Call, SyncCall
 from farstep.rpc.connection import Receiver
 from farstep.rpc.message import Message, no_memory, read_message
 from farstep.rpc.peer import Peer
-from farstep.rpc.pressure import RIDER_COST, cost
+from farstep.rpc.pressure import BUFFER_COST, RIDER_COST
 from farstep.rpc.reactor import OWN, Job, Work
 from farstep.rpc.replies import Replies
 from farstep.rpc.schema import brief
@@ -238,7 +238,7 @@ class Inbox:
         """After a read, or when the peer may be read again."""
         if not receiver.is_closed and not peer.intake.is_paused:
             self._agent.reactor.arm(receiver.fd)
-            if receiver.has_more:
+            if receiver.records is not None and receiver.records.has_more:
                 self._agent.submit(0, partial(self.on_readable, peer, receiver))
 
     def deliver_to_self(self, frame: Frame) -> None:
@@ -264,7 +264,7 @@ class Inbox:
                 if message.refs:
                     message.refs = [self._agent.rrefs.adopt(note, peer) for note in message.refs]
                 if frame.size:  # this worker's own messages have none
-                    message.charge = cost(frame.size, len(frame.buffers))
+                    message.charge = frame.size + BUFFER_COST * len(frame.buffers)
                 self._dispatch_one(peer, message, arrivals)
             except (ProtocolError, KeyboardInterrupt):
                 raise
@@ -272,7 +272,7 @@ class Inbox:
                 raise ProtocolError(
                     f"a message of kind {frame.kind} that makes no sense: {brief(exc)}"
                 ) from exc
-        if receiver is not None:
+        if receiver is not None and receiver.fds:
             receiver.check_fds()
 
     def _dispatch_unread(self, peer: Peer, frame: Frame, arrivals: _Arrivals) -> None:

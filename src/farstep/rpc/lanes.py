@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["OWN", "Job", "Lane", "Lanes", "Work"]
+__all__ = ["OWN", "Found", "Job", "Lane", "Lanes", "Work"]
 
 ROOM: Final = 8
 """There may be at least so many times as many threads as one depth may have running."""
@@ -91,6 +91,14 @@ class Lanes:
             queue = lane.open(depth)
         queue.append(job)
         self.queued += 1
+
+    def start(self, depth: int, key: int, job: Job) -> Found | None:
+        """A job that may run at once, because there is no other: as `put` and `next`, in short. None where it may not."""
+        lane = self._lanes.get(key)
+        if lane is None or self.queued or self._running or lane.is_held:
+            return None
+        self._running[depth] = self._all_running = lane.running = 1
+        return depth, lane, job
 
     def next(self) -> Found | None:
         """A job that may run now: from each lane in turn, and there the deepest first, for others wait for it."""

@@ -19,7 +19,7 @@ from farstep.rpc.membership import Card, WorkerInfo
 from farstep.rpc.memory import Bytes, bytes_of
 from farstep.rpc.message import EMPTY, dump_meta
 from farstep.rpc.payload import Packed
-from farstep.rpc.pressure import RIDER_COST, Intake, Turns, cost
+from farstep.rpc.pressure import BUFFER_COST, RIDER_COST, Intake, Turns
 from farstep.rpc.sender import JOIN_BYTES, Sender, Stalled
 from farstep.rpc.shm import MAX_NEW_PER_FRAME, Borrower, Lender, Segment
 from farstep.rpc.tensors import Description, Outgoing, describe
@@ -161,7 +161,7 @@ class Peer:
                 nbytes, buffers = len(frame) + sum(load.lengths), len(load.lengths)
             self._check_size(nbytes)
             if turn is not None:
-                self._take_turn(turn, cost(nbytes, buffers))
+                self._take_turn(turn, nbytes + BUFFER_COST * buffers)
             if self.borrower.has_released or (self.lender is not None and self.lender.has_dropped):
                 returns = _Returns(self)
                 frame = returns.frame + frame

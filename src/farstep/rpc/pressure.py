@@ -39,7 +39,7 @@ from farstep.errors import RpcTimeout
 if TYPE_CHECKING:
     from farstep.rpc.calls import Call
 
-__all__ = ["RIDER_COST", "Intake", "Ledger", "NoTurn", "Turns", "cost"]
+__all__ = ["BUFFER_COST", "RIDER_COST", "Intake", "Ledger", "NoTurn", "Turns"]
 
 LARGE_BYTES: Final = 1 << 20
 """Messages of at least this size are looked at one by one: a single one may be as large as it likes."""
@@ -48,7 +48,7 @@ EXEMPT_DEPTHS: Final = 8
 """The largest message of a depth does not count against the bytes, at so many depths."""
 
 BUFFER_COST: Final = 256
-"""What a buffer takes beside its bytes."""
+"""A message counts for its bytes and this for each of its buffers, to its sender and its receiver alike."""
 
 RIDER_COST: Final = 1024
 """What a call that came in a bundle counts for, whatever its size: that is small."""
@@ -61,11 +61,6 @@ KEPT_CALLS: Final = 8192
 """So many requests of one peer may wait for something else to happen."""
 
 log = logging.getLogger("farstep.rpc")
-
-
-def cost(nbytes: int, buffers: int) -> int:
-    """What a message counts for, to its sender and its receiver alike."""
-    return nbytes + BUFFER_COST * buffers
 
 
 class NoTurn(RpcTimeout):
@@ -138,6 +133,13 @@ class Turns:
         """Wait until the call may be sent. False where the peer is gone, NoTurn at the call's deadline."""
         depth = call.depth
         with self._lock:
+            if nbytes < LARGE_BYTES and depth not in self._depths and depth not in self._lines:
+                # The usual case: `_fits` and `_add` in short, for a small call that is alone at its depth.
+                call.charge = nbytes
+                self._ledger.calls += 1
+                self._ledger.nbytes += nbytes
+                self._depths[depth] = 1
+                return True
             if depth not in self._lines and self._fits(depth, nbytes):
                 self._add(call, nbytes)
                 return True
@@ -250,7 +252,11 @@ class Intake:
     def begin(self, ledger: Ledger, depth: int, nbytes: int) -> None:
         """A message came that is work for this worker: one of `calls`, or one of `jobs`."""
         with self._lock:
-            ledger.add(depth, nbytes)
+            if nbytes < LARGE_BYTES:
+                ledger.calls += 1
+                ledger.nbytes += nbytes
+            else:
+                ledger.add(depth, nbytes)
             if ledger.calls > self._max_calls or ledger.nbytes - ledger.exempt > self._max_bytes:
                 self.is_paused = True
         if self.is_paused and not self._was_told:
@@ -264,7 +270,11 @@ class Intake:
     def end(self, ledger: Ledger, depth: int, nbytes: int) -> None:
         """That is over."""
         with self._lock:
-            ledger.remove(depth, nbytes)
+            if nbytes < LARGE_BYTES:
+                ledger.calls -= 1
+                ledger.nbytes -= nbytes
+            else:
+                ledger.remove(depth, nbytes)
             if not self.is_paused or not self._is_light(self.calls) or not self._is_light(self.jobs):
                 return
             self.is_paused = False

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import Final
 
 from farstep.rpc.forked import end_child
-from farstep.rpc.lanes import OWN, Job, Lane, Lanes, Work
+from farstep.rpc.lanes import OWN, Found, Job, Lane, Lanes, Work
 
 __all__ = ["OWN", "Job", "Reactor", "Work", "current_depth"]
 
@@ -159,15 +159,17 @@ class Reactor:
         """Run jobs on this reactor thread, as many as the allowance has room for; queue the rest."""
         wake = False
         with self._lock:
-            for depth, lane, job in jobs:
-                self._lanes.put(depth, lane, job)
-            if self._lanes.queued > 1:
-                wake = self._call_watcher()
+            found = self._lanes.start(*jobs[0]) if len(jobs) == 1 else None
+            if found is None:
+                for depth, lane, job in jobs:
+                    self._lanes.put(depth, lane, job)
+                if self._lanes.queued > 1:
+                    wake = self._call_watcher()
             if not self._waiting:  # See [Note: someone always listens]
                 self._start_thread()
         if wake:
             self.wake()
-        self._drain()
+        self._drain(found)
 
     def _call_anyone(self) -> bool:
         """Under the lock. Whether to wake a thread; where none waits one is started instead."""
@@ -201,15 +203,14 @@ class Reactor:
         if wake:
             self.wake()
 
-    def _drain(self) -> None:
-        """Run what is queued, until nothing is left that may run."""
+    def _drain(self, found: Found | None = None) -> None:
+        """Run a job that has been found, and what is queued, until nothing is left that may run."""
         drainer = _Drainer()
         lanes = self._lanes
         depth = 0
         lane: Lane | None = None  # of the job just run
         while True:
             with self._lock:
-                found = None
                 if lane is not None:
                     found = lanes.next_like(depth, lane)
                     if found is None:

@@ -145,7 +145,9 @@ class Sender:
             if sent != len(part):
                 self._write([memoryview(part)[sent:]], deadline, (), began=sent > 0)
         finally:
-            self._release()
+            self._lock.release()
+            if self._rest or self._late or self.is_full:
+                self._tell()
 
     def send_soon(self, parts: Sequence[Bytes], deadline: float | None, fds: Sequence[int] = ()) -> None:
         """The same, for what must not hold its thread for long. See [Note: backlog]."""

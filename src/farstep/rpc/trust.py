@@ -109,10 +109,8 @@ class Trust:
 
     def __init__(self, trusted: Iterable[str] | None) -> None:
         self._entries = None if trusted is None else tuple(trusted)
-
-    @property
-    def is_open(self) -> bool:
-        return self._entries is None
+        self.is_open = trusted is None
+        """Whether a peer may name whatever can be imported."""
 
     def find(self, module: str, qualname: str) -> Any:
         """The object of that name. AttributeError or ImportError where there is none."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Final
+from typing import Final, Protocol
 
 import numpy
 import torch
@@ -89,6 +89,12 @@ def frame_bytes(
     return head + struct.pack(f"<{count}Q", *buffer_lengths) + meta
 
 
+class Records(Protocol):
+    """What a stream of records can say: see records.py."""
+
+    has_more: bool
+
+
 def _fresh(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8)
 
@@ -103,13 +109,13 @@ class FrameReader:
         self,
         recv_into: Callable[[memoryview], int | None],
         max_frame_bytes: int,
-        has_more: Callable[[], bool] | None = None,
+        records: Records | None = None,
         take: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
-        """`has_more`: whether bytes have come that no wait for the stream will tell of. `take`: memory for a large buffer."""
+        """`records`: says whether bytes have come that no wait for the stream will tell of. `take`: memory for a large buffer."""
         self._recv_into = recv_into
         self._max_frame_bytes = max_frame_bytes
-        self._has_more = has_more
+        self._records = records
         self._take = take or _fresh
         self._memory = memoryview(bytearray(RECEIVE_BYTES))
         self._start = 0
@@ -125,7 +131,7 @@ class FrameReader:
         """The frames that have arrived in full; empty when the stream would block. EOFError at its end."""
         frames: list[Frame] = []
         nbytes = 0
-        while not frames or (nbytes < DRAIN_BYTES and self._has_more is not None and self._has_more()):
+        while not frames or (self._records is not None and self._records.has_more and nbytes < DRAIN_BYTES):
             if self._large is not None:
                 if not self._fill_large():
                     break
