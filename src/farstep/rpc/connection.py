@@ -141,14 +141,21 @@ class Receiver:
         if self._spin_s <= 0 or not self._looking.pays():
             return []
         until = time.perf_counter() + self._spin_s
+        poll = self._poll.poll  # a poll in vain costs less than a read in vain, which makes an exception
         while time.perf_counter() < until:
-            frames = self.read()
-            if frames or self._reader.in_frame:
-                self._looking.ended(in_vain=False)
-                return frames
+            if poll(0):
+                frames = self.read()
+                if frames or self._reader.in_frame:
+                    self._looking.ended(in_vain=False)
+                    return frames
             os.sched_yield()  # to the very worker that is waited for, where cores are few
         self._looking.ended(in_vain=True)
         return []
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is something to read, or the end. Without waiting."""
+        return bool(self._poll.poll(0)) or (self.records is not None and self.records.has_more)
 
     def take_fds(self, count: int) -> list[int]:
         """The descriptors that came with a frame, in the order of its sending."""

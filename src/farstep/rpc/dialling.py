@@ -10,14 +10,14 @@ from collections.abc import Callable
 from typing import Final
 
 from farstep.errors import AuthenticationError, InsecureTransport, ProtocolError, RpcTimeout
-from farstep.rpc import handshake
+from farstep.rpc import handshake, tls
 from farstep.rpc.listener import keep_alive
 from farstep.rpc.membership import Card
 from farstep.rpc.options import HOW_TO_SET_A_SECRET
 from farstep.rpc.records import MacSocket
-from farstep.rpc.tls import Credentials, TlsSocket
+from farstep.rpc.tls import Credentials
 
-__all__ = ["Dialler", "Unreachable", "check_introduction", "fingerprint_met"]
+__all__ = ["Dialler", "Unreachable", "check_introduction"]
 
 RETRY_S: Final = 0.05
 ENCRYPT_ALIKE: Final = "set dangerously_unencrypted_tcp to the same value on every worker, or on none"
@@ -113,9 +113,8 @@ class Dialler:
             else:
                 keep_alive(sock, self._heartbeat_s, is_only_read=False)
                 if self._credentials is not None:
-                    sock = TlsSocket(sock, self._credentials, listening=False)
-                    sock.do_handshake(deadline)
-            seen = fingerprint_met(sock)
+                    sock = tls.dial(sock, self._credentials, deadline)
+            seen = tls.fingerprint_met(sock)
             met = handshake.dial(sock, self._key, self._me.to_json(), peer.to_json(), deadline, seen=seen)
             self._compare(peer, met, seen)
             if sock.family != socket.AF_UNIX and self._credentials is None:
@@ -136,11 +135,6 @@ class Dialler:
             raise AuthenticationError(_tampered(peer, self._me))
 
 
-def fingerprint_met(sock: socket.socket) -> str | None:
-    """The fingerprint of the certificate at the other end; None where there was none to meet."""
-    return sock.peer_fingerprint if isinstance(sock, TlsSocket) else None
-
-
 def check_introduction(introduction: handshake.Introduction, me: Card, sock: socket.socket) -> Card:
     """The card of a dialler, if it means this worker and nobody is in between. Answers it otherwise, and raises."""
     try:
@@ -151,10 +145,10 @@ def check_introduction(introduction: handshake.Introduction, me: Card, sock: soc
     if to.incarnation != me.incarnation:
         introduction.refuse("another worker has taken its place")
         raise ProtocolError(f"worker {card.name!r} looks for {to.name!r}, which is not here any more")
-    met = fingerprint_met(sock)
+    met = tls.fingerprint_met(sock)
     if (
         to != me
-        or (isinstance(sock, TlsSocket) and introduction.seen != me.certificate)
+        or (isinstance(sock, tls.TlsReceiver) and introduction.seen != me.certificate)
         or (met is not None and met != card.certificate)
     ):
         introduction.refuse(_tampered(me, card), tampered=True)

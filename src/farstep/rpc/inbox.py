@@ -146,7 +146,7 @@ class Inbox:
                     self._agent.reactor.disarm(peer.receiver.fd)
             while held and not (arrivals.claimed or broken or done()) and time.perf_counter() < until:
                 for peer, receiver in held:
-                    if peer.intake.is_paused:
+                    if peer.intake.is_paused or not receiver.is_ready:
                         continue
                     try:
                         self._dispatch(peer, receiver, receiver.read(), arrivals)

@@ -32,7 +32,7 @@ from farstep.errors import (
 )
 from farstep.rpc import handshake
 from farstep.rpc.connection import Receiver
-from farstep.rpc.dialling import Dialler, Unreachable, check_introduction, fingerprint_met
+from farstep.rpc.dialling import Dialler, Unreachable, check_introduction
 from farstep.rpc.gather import Gatherings
 from farstep.rpc.listener import Listener, keep_alive
 from farstep.rpc.membership import Card, Roster, WorkerInfo, host_key
@@ -42,7 +42,7 @@ from farstep.rpc.records import MacSocket
 from farstep.rpc.schema import MAX_REASON_CHARS
 from farstep.rpc.sender import Sender
 from farstep.rpc.shm import Lender, SharedBudget
-from farstep.rpc.tls import TlsSocket, make_credentials
+from farstep.rpc.tls import TlsReceiver, fingerprint_met, make_credentials
 from farstep.rpc.wire import Kind
 
 if TYPE_CHECKING:
@@ -285,7 +285,7 @@ class Links:
         over_tcp = sock.family != socket.AF_UNIX
         if over_tcp:
             keep_alive(sock, self._agent.options.heartbeat_s, is_only_read=True)
-            if not isinstance(sock, TlsSocket):
+            if not isinstance(sock, TlsReceiver):
                 sock = MacSocket(sock, frame_key)
         receiver = Receiver(
             sock, peer.id, self._agent.options.max_frame_bytes, self.spin_s, self._receive_pool

@@ -20,7 +20,7 @@ from farstep.errors import RpcError
 from farstep.rpc import handshake
 from farstep.rpc.options import RpcOptions
 from farstep.rpc.rare_log import RareLog
-from farstep.rpc.tls import Credentials, TlsSocket
+from farstep.rpc.tls import Credentials, TlsReceiver
 
 __all__ = ["Listener", "keep_alive", "local_address"]
 
@@ -104,7 +104,7 @@ class Listener:
             except (BlockingIOError, OSError):
                 return
             if sock.family != socket.AF_UNIX and self._credentials is not None:
-                sock = TlsSocket(sock, self._credentials, listening=True)
+                sock = TlsReceiver(sock, self._credentials)
             with self._lock:
                 if self._closed:
                     sock.close()
@@ -136,7 +136,7 @@ class Listener:
                 handshake.check_uid(sock)
             else:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                if isinstance(sock, TlsSocket):
+                if isinstance(sock, TlsReceiver):
                     sock.do_handshake(deadline)
             self._admit(sock, handshake.accept(sock, self._key, deadline))
         except Exception as exc:  # a stranger may send anything

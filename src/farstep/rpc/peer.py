@@ -160,7 +160,7 @@ class Peer:
                 frame = frame_bytes(kind, call_id, meta, load.lengths, depth=depth, fds=len(load.fds))
                 nbytes, buffers = len(frame) + sum(load.lengths), len(load.lengths)
             self._check_size(nbytes)
-            if turn is not None:
+            if turn is not None and not self.turns.take_now(turn, nbytes + BUFFER_COST * buffers):
                 self._take_turn(turn, nbytes + BUFFER_COST * buffers)
             if self.borrower.has_released or (self.lender is not None and self.lender.has_dropped):
                 returns = _Returns(self)

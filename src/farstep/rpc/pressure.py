@@ -129,17 +129,22 @@ class Turns:
     def waiting(self) -> int:
         return sum(len(line) for line in list(self._lines.values()))
 
+    def take_now(self, call: Call, nbytes: int) -> bool:
+        """The usual case, in short: a small call that is alone at its depth. False where it is not, and must `take` its turn."""
+        depth = call.depth
+        with self._lock:
+            if nbytes >= LARGE_BYTES or depth in self._depths or depth in self._lines:
+                return False
+            call.charge = nbytes
+            self._ledger.calls += 1
+            self._ledger.nbytes += nbytes
+            self._depths[depth] = 1
+            return True
+
     def take(self, call: Call, nbytes: int, before_waiting: Callable[[], None]) -> bool:
         """Wait until the call may be sent. False where the peer is gone, NoTurn at the call's deadline."""
         depth = call.depth
         with self._lock:
-            if nbytes < LARGE_BYTES and depth not in self._depths and depth not in self._lines:
-                # The usual case: `_fits` and `_add` in short, for a small call that is alone at its depth.
-                call.charge = nbytes
-                self._ledger.calls += 1
-                self._ledger.nbytes += nbytes
-                self._depths[depth] = 1
-                return True
             if depth not in self._lines and self._fits(depth, nbytes):
                 self._add(call, nbytes)
                 return True
@@ -176,7 +181,11 @@ class Turns:
         self._depths[call.depth] = self._depths.get(call.depth, 0) + 1
 
     def _remove(self, depth: int, nbytes: int) -> None:
-        self._ledger.remove(depth, nbytes)
+        if nbytes < LARGE_BYTES:
+            self._ledger.calls -= 1
+            self._ledger.nbytes -= nbytes
+        else:
+            self._ledger.remove(depth, nbytes)
         left = self._depths[depth] - 1
         if left:
             self._depths[depth] = left

@@ -1,13 +1,7 @@
-"""Sockets whose bytes travel in records, each protected as a whole: what a TCP connection is made of.
+"""Sockets whose bytes come in records, each checked as a whole: what an accepted TCP connection is.
 
-A `RecordSocket` is used like any socket, with two promises that `Sender` and `Receiver` rely on:
-
-* `send` returns when a record has gone out whole, and says how many of the caller's bytes were in it. Where the connection
-  is full it keeps the record and raises BlockingIOError; the next call, with the same bytes, goes on with it.
-* `recv_into` hands out nothing before its record has been checked. It may hold more than it could hand out: `has_more` says so,
-  because epoll can't.
-
-`MacSocket` here authenticates records without hiding them. `TlsSocket` in tls.py does both.
+`recv_into` of a `RecordSocket` hands out nothing before its record has been checked. It may hold more than it could hand out: `has_more` says so,
+because epoll can't. `MacSocket` here authenticates records without hiding them; `TlsReceiver` in tls.py does both.
 """
 
 from __future__ import annotations
@@ -24,46 +18,19 @@ _DONTWAIT: Final = int(socket.MSG_DONTWAIT)
 
 
 class RecordSocket(socket.socket):
-    """Takes over a plain socket. One thread sends and one receives at a time; the callers' locks see to that."""
+    """Takes over a plain socket. One thread receives at a time; the caller's lock sees to that."""
 
     def __init__(self, plain: socket.socket) -> None:
         timeout = plain.gettimeout()
         super().__init__(plain.family, plain.type, plain.proto, fileno=plain.detach())
         self.settimeout(timeout)
-        self._unsent = b""
-        self._unsent_count = 0
         self.has_more = False
         """Bytes have left the kernel and were perhaps not handed out: epoll does not tell of these."""
-
-    def send(self, data: Any, flags: int = 0) -> int:
-        """Send one record of the data, and say how much of it that was."""
-        if self._unsent:
-            self._unsent = self._unsent[_send(self, self._unsent) :]
-            if self._unsent:
-                raise BlockingIOError("the rest of a record waits for room")
-            count, self._unsent_count = self._unsent_count, 0
-            return count
-        return self._send_record(data)
-
-    def _send_record(self, data: Any) -> int:
-        """Make a record and send it, or `_put_off` what does not fit in."""
-        raise NotImplementedError  # pragma: no cover
-
-    def _put_off(self, record: bytes, sent: int, count: int) -> None:
-        self._unsent = record[sent:]
-        self._unsent_count = count
-        raise BlockingIOError("a record waits for room")
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
         """Receive what has come, 0 at the end. BlockingIOError where no whole record is there."""
         raise NotImplementedError  # pragma: no cover
 
-    def _receive(self, view: memoryview, flags: int) -> int:
-        """From the plain socket below."""
-        return super().recv_into(view, 0, flags)
-
-
-_send: Final = socket.socket.send
 
 MAX_RECORD_BYTES: Final = 256 << 10
 _HEAD: Final = struct.Struct("<I16s")
@@ -83,6 +50,8 @@ class MacSocket(RecordSocket):
         super().__init__(plain)
         self._cipher = AESGCM(key)
         self._sent = 0
+        self._unsent = b""
+        self._unsent_count = 0
         self._received = 0
         self._head = bytearray(_HEAD.size)
         self._head_got = 0
@@ -90,7 +59,17 @@ class MacSocket(RecordSocket):
         self._own = memoryview(b"")
         self._verified = memoryview(b"")
 
-    def _send_record(self, data: Any) -> int:
+    def send(self, data: Any, flags: int = 0) -> int:
+        """Send one record of the data, and say how much of it that was.
+
+        Where the connection is full the record is kept, and BlockingIOError raised; the next call, with the same bytes, goes on with it.
+        """
+        if self._unsent:
+            self._unsent = self._unsent[super().send(self._unsent) :]
+            if self._unsent:
+                raise BlockingIOError("the rest of a record waits for room")
+            count, self._unsent_count = self._unsent_count, 0
+            return count
         if len(data) > MAX_RECORD_BYTES:
             data = memoryview(data)[:MAX_RECORD_BYTES]
         count = len(data)
@@ -102,7 +81,9 @@ class MacSocket(RecordSocket):
             sent = 0
         if sent < _HEAD.size + count:
             # A copy: when the caller comes again its bytes are the same, but may lie elsewhere.
-            self._put_off(b"".join((head, data)), sent, count)
+            self._unsent = b"".join((head, data))[sent:]
+            self._unsent_count = count
+            raise BlockingIOError("a record waits for room")
         return count
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
@@ -119,7 +100,7 @@ class MacSocket(RecordSocket):
                 raise ProtocolError(f"a record that claims {length} bytes: it was changed on the way")
             body = target[:length] if length <= len(target) else self._room(length)
             while self._body_got < length:
-                count = self._receive(body[self._body_got :], flags)
+                count = super(RecordSocket, self).recv_into(body[self._body_got :], 0, flags)
                 if count == 0:
                     return 0
                 self._body_got += count
@@ -139,7 +120,7 @@ class MacSocket(RecordSocket):
     def _fill_head(self, flags: int) -> bool:
         view = memoryview(self._head)
         while self._head_got < _HEAD.size:
-            count = self._receive(view[self._head_got :], flags)
+            count = super(RecordSocket, self).recv_into(view[self._head_got :], 0, flags)
             if count == 0:
                 return False
             self._head_got += count

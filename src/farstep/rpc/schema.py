@@ -193,6 +193,7 @@ _HEADS: Final[dict[int, Callable[[Any], bool]]] = {
 """All but EXTENSION, whose heads the layer above knows."""
 
 _CALL: Final = int(Kind.CALL)
+_REPLY: Final = int(Kind.REPLY)
 _REMOTE: Final = int(Kind.REMOTE)
 _FROM_USERS: Final = frozenset({_CALL, _REMOTE, int(Kind.FETCH)})
 _WITH_EXTRA: Final = _FROM_USERS | {int(Kind.REPLY)}
@@ -201,14 +202,12 @@ _WITH_EXTRA: Final = _FROM_USERS | {int(Kind.REPLY)}
 # -- what goes beside the head ------------------------------------------------------------------------------
 
 
-def _is_body(body: Any) -> bool:
-    """The bytes of a pickle; or ([values], {name: value} or None), each value an atom."""
-    if type(body) is bytes:
-        return True
+def _is_plain(body: Any) -> bool:
+    """([values], {name: value} or None), each value an atom. A body that is not plain is the bytes of a pickle."""
     if type(body) is not tuple or len(body) != 2:
         return False
     args, kwargs = body
-    if type(args) is not list or not ATOMS.issuperset(map(type, args)):
+    if type(args) is not list or (args and not ATOMS.issuperset(map(type, args))):
         return False
     return kwargs is None or (
         type(kwargs) is dict
@@ -283,15 +282,15 @@ def check_message(kind: int, depth: int, meta: Any, buffers: int, layer_above: C
     if type(meta) is not tuple or len(meta) != 6:
         raise ProtocolError("a frame whose meta is not that of a message")
     head, body, slots, descriptions, refs, extra = meta
-    is_head = _HEADS.get(kind)
-    if not (is_head(head) if is_head is not None else layer_above().is_head(head)):
-        raise ProtocolError(f"a message of kind {kind} whose head is not that of one")
-    if not _is_body(body):
-        raise ProtocolError(f"a message of kind {kind} whose body is neither bytes nor plain values")
-    if type(body) is not bytes and (
-        (kind == _CALL and head is None) or (kind == _REMOTE and head[0] is None)
-    ):
-        raise ProtocolError("a call that says nowhere what is to be called")
+    if kind != _REPLY or head is not None:
+        is_head = _HEADS.get(kind)
+        if not (is_head(head) if is_head is not None else layer_above().is_head(head)):
+            raise ProtocolError(f"a message of kind {kind} whose head is not that of one")
+    if type(body) is not bytes:
+        if not _is_plain(body):
+            raise ProtocolError(f"a message of kind {kind} whose body is neither bytes nor plain values")
+        if (kind == _CALL and head is None) or (kind == _REMOTE and head[0] is None):
+            raise ProtocolError("a call that says nowhere what is to be called")
     if depth > MAX_CALL_DEPTH + 1 and kind in _FROM_USERS:
         raise ProtocolError(f"a call that says it is nested {depth} deep; at most {MAX_CALL_DEPTH} are sent")
     if type(slots) not in _SEQUENCES or type(descriptions) not in _SEQUENCES or type(refs) not in _SEQUENCES:
@@ -323,7 +322,7 @@ def _check_tensors(body: Any, slots: Sequence[Any], descriptions: Sequence[Any],
 def check_rider(kind: int, depth: int, head: Any, body: Any) -> None:
     """The same, for a message of a bundle, which has a head and a body and nothing else."""
     is_head = _HEADS.get(kind)
-    if is_head is None or not is_head(head) or not _is_body(body):
+    if is_head is None or not is_head(head) or not (type(body) is bytes or _is_plain(body)):
         raise ProtocolError(f"a bundle with a message of kind {kind} that is none")
     if kind == _CALL and (depth > MAX_CALL_DEPTH + 1 or (head is None and type(body) is not bytes)):
         raise ProtocolError("a bundle with a call that is none")

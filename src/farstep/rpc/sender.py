@@ -15,6 +15,7 @@ import array
 import os
 import select
 import socket
+import ssl
 import threading
 import time
 from collections import deque
@@ -24,7 +25,7 @@ from typing import Final
 from farstep.errors import RpcTimeout
 from farstep.rpc.bundle import Rider, bundle
 from farstep.rpc.memory import Bytes
-from farstep.rpc.records import RecordSocket
+from farstep.rpc.records import MacSocket
 
 __all__ = ["JOIN_BYTES", "Sender", "Stalled", "close_socket", "enlarge_buffer"]
 
@@ -79,7 +80,7 @@ class Sender:
     ) -> None:
         sock.setblocking(False)
         self.sock = sock
-        self._has_records = isinstance(sock, RecordSocket)
+        self._has_records = isinstance(sock, ssl.SSLSocket | MacSocket)
         self.shares_host = sock.family == socket.AF_UNIX
         self.sent_bytes = 0
         self.is_full = False
@@ -342,7 +343,7 @@ class Sender:
             if len(views) == 1 or self._has_records:
                 return self.sock.send(views[0])
             return self.sock.sendmsg(views[:MAX_PARTS])
-        except BlockingIOError:
+        except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
             return None
 
     def _wait_writable(self, deadline: float | None) -> bool:
@@ -353,7 +354,8 @@ class Sender:
 def close_socket(sock: socket.socket) -> None:
     """End a connection now, waking whoever waits on it."""
     try:
-        sock.shutdown(socket.SHUT_RDWR)
+        # Not SSLSocket's own: that would drop the TLS layer under a writer, which then would go on in the clear.
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
     except OSError:
         pass
     sock.close()

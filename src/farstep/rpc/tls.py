@@ -1,4 +1,4 @@
-"""TLS 1.3 for every TCP connection: the certificates, and a socket that encrypts.
+"""TLS 1.3 for every TCP connection: the certificates, and the sockets of both ends.
 
 With the user's certificates (`tls_cert`, `tls_key`, `tls_ca`) both sides check that the other's was signed by the authority. Without them each
 worker makes a self-signed one when it starts. Such a certificate proves nothing by itself: the challenge of handshake.py, which runs inside
@@ -20,15 +20,11 @@ from typing import Any, Final
 from farstep.rpc.options import RpcOptions
 from farstep.rpc.records import RecordSocket
 
-__all__ = ["Credentials", "TlsSocket", "make_credentials"]
-
-TLS_RECORD_BYTES: Final = 16 << 10
-SEND_BYTES: Final = 7 * TLS_RECORD_BYTES
-"""Encrypted before each write. With TLS's own bytes it stays under 128 KiB, from where on malloc asks the kernel for each buffer anew."""
+__all__ = ["Credentials", "TlsReceiver", "dial", "fingerprint_met", "make_credentials"]
 
 RECEIVE_BYTES: Final = 256 << 10
 _DONTWAIT: Final = int(socket.MSG_DONTWAIT)
-_send: Final = socket.socket.send
+_recv_into: Final = socket.socket.recv_into
 _CLOCK_SKEW: Final = timedelta(days=1)
 _LIFETIME: Final = timedelta(days=3650)
 _PEM_END: Final = "-----END CERTIFICATE-----"
@@ -118,19 +114,39 @@ def _fingerprint(der: bytes) -> str:
     return hashlib.sha256(der).hexdigest()
 
 
-class TlsSocket(RecordSocket):
-    """A TCP connection inside TLS 1.3.
+def dial(plain: socket.socket, credentials: Credentials, deadline: float) -> ssl.SSLSocket:
+    """TLS on a connection that this worker dialled, and on which it only sends. It takes the socket over.
 
-    The encryption is OpenSSL's, through memory, and the socket's own system calls stay as they are on a plain socket: large ones, and one
+    ssl.SSLError or OSError where it fails, TimeoutError where it takes too long.
+    """
+    sock = credentials.dialling.wrap_socket(plain, do_handshake_on_connect=False)
+    try:
+        sock.settimeout(max(0.001, deadline - time.monotonic()))
+        sock.do_handshake()
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def fingerprint_met(sock: socket.socket) -> str | None:
+    """The fingerprint of the certificate at the other end. None without TLS, and where it showed none, as diallers with a self-signed one do."""
+    der = sock.getpeercert(binary_form=True) if isinstance(sock, ssl.SSLSocket | TlsReceiver) else None
+    return None if der is None else _fingerprint(der)
+
+
+class TlsReceiver(RecordSocket):
+    """TLS on a connection that a peer dialled: after the handshake it is only read.
+
+    The decryption is OpenSSL's, through memory, and the socket's own system calls stay as they are on a plain socket: large ones, and one
     that waits. Ending it is cutting it: whoever reads a stream of frames knows where one ends.
     """
 
-    def __init__(self, plain: socket.socket, credentials: Credentials, *, listening: bool) -> None:
+    def __init__(self, plain: socket.socket, credentials: Credentials) -> None:
         super().__init__(plain)
         self._incoming = ssl.MemoryBIO()
         self._outgoing = ssl.MemoryBIO()
-        context = credentials.listening if listening else credentials.dialling
-        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=listening)
+        self._tls = credentials.listening.wrap_bio(self._incoming, self._outgoing, server_side=True)
         self._buffer = memoryview(b"")
 
     def do_handshake(self, deadline: float) -> None:
@@ -146,7 +162,7 @@ class TlsSocket(RecordSocket):
                 self._flush(deadline)  # the alert, which tells the peer why
                 raise
             self._wait_at_most(deadline)
-            data = socket.socket.recv(self, 65536)
+            data = super().recv(65536)
             if not data:
                 raise EOFError("the peer hung up before it had introduced itself")
             self._incoming.write(data)
@@ -154,7 +170,7 @@ class TlsSocket(RecordSocket):
     def _flush(self, deadline: float) -> None:
         if self._outgoing.pending:
             self._wait_at_most(deadline)
-            socket.socket.sendall(self, self._outgoing.read())
+            super().sendall(self._outgoing.read())
 
     def _wait_at_most(self, deadline: float) -> None:
         left = deadline - time.monotonic()
@@ -162,62 +178,38 @@ class TlsSocket(RecordSocket):
             raise TimeoutError("the peer did not finish the TLS handshake in time")
         self.settimeout(left)
 
-    @property
-    def peer_fingerprint(self) -> str | None:
-        """That of the peer's certificate; None where it showed none, as diallers with a self-signed one do."""
-        der = self._tls.getpeercert(binary_form=True)
-        return None if der is None else _fingerprint(der)
-
-    def _send_record(self, data: Any) -> int:
-        count = len(data)
-        if count <= TLS_RECORD_BYTES:
-            self._tls.write(data)
-        else:
-            data = memoryview(data)
-            write, done, count = self._tls.write, 0, min(count, SEND_BYTES)
-            while done < count:
-                done += write(data[done : min(done + TLS_RECORD_BYTES, count)])
-        record = self._outgoing.read()
-        try:
-            sent = _send(self, record)
-        except BlockingIOError:
-            sent = 0
-        if sent < len(record):
-            self._put_off(record, sent, count)
-        return count
+    def getpeercert(self, binary_form: bool) -> bytes | None:
+        """As SSLSocket's."""
+        return self._tls.getpeercert(binary_form=True)
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
+        """As many whole records as have come and fit."""
+        read, incoming, length = self._tls.read, self._incoming, len(buffer)
         while True:
-            if self.has_more:
-                count = self._decrypt(buffer)
-                if count is not None:
-                    return count
-            if not self._buffer:
-                self._buffer = memoryview(bytearray(RECEIVE_BYTES))
-            count = self._receive(self._buffer, flags)
-            if count == 0:
-                return 0
-            self._incoming.write(self._buffer[:count])
-            self.has_more = True
-            flags |= _DONTWAIT  # one wait is enough: a peer that drips bytes must not hold the caller
-
-    def _decrypt(self, target: Any) -> int | None:
-        """As many whole records as have come and fit. None where there is none, 0 at the end."""
-        read, incoming, length = self._tls.read, self._incoming, len(target)
-        done: int = 0
-        try:
-            done = read(length, target)  # type: ignore[assignment]
-            if incoming.pending and done < length:
-                target = memoryview(target)
-                while incoming.pending and done < length:
-                    done += read(length - done, target[done:])  # type: ignore[operator]
-            # Where there was room for more than a record had, OpenSSL holds nothing back.
-            self.has_more = incoming.pending > 0 or done == length
-        except ssl.SSLWantReadError:
-            self.has_more = False
-        except ssl.SSLZeroReturnError:
-            return done
-        return done or None
+            if not self.has_more:
+                if not self._buffer:
+                    self._buffer = memoryview(bytearray(RECEIVE_BYTES))
+                count = _recv_into(self, self._buffer, 0, flags)
+                if count == 0:
+                    return 0
+                incoming.write(self._buffer[:count])
+                flags |= _DONTWAIT  # one wait is enough: a peer that drips bytes must not hold the caller
+            done: int = 0
+            try:
+                done = read(length, buffer)  # type: ignore[assignment]
+                if incoming.pending and done < length:
+                    rest = memoryview(buffer)
+                    while incoming.pending and done < length:
+                        done += read(length - done, rest[done:])  # type: ignore[operator]
+                # Where there was room for more than a record had, OpenSSL holds nothing back.
+                self.has_more = incoming.pending > 0 or done == length
+            except ssl.SSLWantReadError:
+                self.has_more = False
+            except ssl.SSLZeroReturnError:
+                self.has_more = False
+                return done
+            if done:
+                return done
 
     def recv(self, bufsize: int, flags: int = 0) -> bytes:
         """For the handshake, which takes a little at a time."""
@@ -226,6 +218,5 @@ class TlsSocket(RecordSocket):
 
     def sendall(self, data: Any, flags: int = 0) -> None:
         """For the handshake, whose messages always have room."""
-        rest = memoryview(data)
-        while rest:
-            rest = rest[self.send(rest) :]
+        self._tls.write(data)
+        super().sendall(self._outgoing.read())
