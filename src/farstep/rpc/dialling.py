@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import ssl
 import time
@@ -20,11 +21,18 @@ from farstep.rpc.tls import Credentials
 __all__ = ["Dialler", "Unreachable", "check_introduction"]
 
 RETRY_S: Final = 0.05
+ATTEMPTS: Final = 2
+"""At least so many: this process may itself have been stopped in the middle of the first."""
+
 ENCRYPT_ALIKE: Final = "set dangerously_unencrypted_tcp to the same value on every worker, or on none"
 
 
 class Unreachable(Exception):
     """Nobody answers there, or another worker than the one that is meant: it is gone."""
+
+
+class _NoAnswer(Exception):
+    """The peer's host has accepted the connection, and the peer does not introduce itself. That does not make it lost."""
 
 
 class Dialler:
@@ -71,59 +79,76 @@ class Dialler:
         Unreachable where the peer is gone. AuthenticationError, ProtocolError or RpcTimeout where somebody is there and the
         handshake fails.
         """
-        deadline = time.monotonic() + handshake.TIMEOUT_S
-        while True:
+        patience_until = time.monotonic() + handshake.TIMEOUT_S
+        for attempt in itertools.count(1):
             try:
-                return self._try(peer, deadline)
+                return self._try(peer)
+            except (EOFError, ssl.SSLEOFError, ConnectionResetError, BlockingIOError) as exc:
+                error: Exception = exc.with_traceback(None)
+                if attempt >= ATTEMPTS and time.monotonic() + RETRY_S > patience_until:
+                    raise Unreachable(f"it cannot be reached: {error}") from error
             except ssl.SSLError as exc:
                 raise AuthenticationError(
                     f"TLS with worker {peer.name!r} at {peer.tcp} failed: {exc}. Do both have certificates that the other's "
                     f"authority (tls_ca) has signed and that are valid now, or neither?"
                 ) from exc
-            except (EOFError, ConnectionResetError, BlockingIOError) as exc:
-                error: Exception = exc.with_traceback(None)
-                if time.monotonic() + RETRY_S < deadline and not self._is_closed():
-                    time.sleep(RETRY_S)
-                    continue
+            except _NoAnswer as exc:
+                error = exc.with_traceback(None)
+                if attempt >= ATTEMPTS:
+                    raise RpcTimeout(f"worker {peer.name!r} is there and does not answer: {exc}") from exc
             except TimeoutError as exc:
-                if self._shares_host(peer):
-                    raise RpcTimeout(f"worker {peer.name!r} does not answer at its socket: {exc}") from exc
                 error = exc.with_traceback(None)
+                if attempt >= ATTEMPTS:
+                    raise Unreachable(f"it cannot be reached: {error}") from error
             except OSError as exc:
-                error = exc.with_traceback(None)
-            raise Unreachable(f"it cannot be reached: {error}") from error
+                raise Unreachable(f"it cannot be reached: {exc}") from exc
+            if self._is_closed():
+                raise Unreachable(f"it cannot be reached: {error}") from error
+            time.sleep(RETRY_S)
+        raise Unreachable("it cannot be reached")  # pragma: no cover
 
     def _shares_host(self, peer: Card) -> bool:
         return self._me.host == peer.host and peer.unix is not None
 
-    def _try(self, peer: Card, deadline: float) -> socket.socket:
+    def _try(self, peer: Card) -> socket.socket:
         sock: socket.socket
-        left = max(0.001, min(deadline - time.monotonic(), handshake.TIMEOUT_S))
         if self._shares_host(peer):
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sock.settimeout(handshake.TIMEOUT_S)
         else:
             sock = socket.socket(socket.AF_INET6 if ":" in (peer.tcp or ("",))[0] else socket.AF_INET)
-            left = min(left, self._heartbeat_s)
+            sock.settimeout(min(handshake.TIMEOUT_S, self._heartbeat_s))
         try:
-            deadline = time.monotonic() + left
-            sock.settimeout(left)
             sock.connect(peer.unix if sock.family == socket.AF_UNIX else peer.tcp)  # type: ignore[arg-type]
-            if sock.family == socket.AF_UNIX:
-                handshake.check_uid(sock)
-            else:
-                keep_alive(sock, self._heartbeat_s, is_only_read=False)
-                if self._credentials is not None:
-                    sock = tls.dial(sock, self._credentials, deadline)
-            seen = tls.fingerprint_met(sock)
-            met = handshake.dial(sock, self._key, self._me.to_json(), peer.to_json(), deadline, seen=seen)
-            self._compare(peer, met, seen)
-            if sock.family != socket.AF_UNIX and self._credentials is None:
-                sock = MacSocket(sock, met.frame_key)
-            return sock
+            try:
+                return self._introduce(sock, peer)
+            except TimeoutError as exc:
+                raise _NoAnswer(str(exc)) from exc
         except BaseException:
             with contextlib.suppress(OSError):
                 sock.close()
             raise
+
+    def _introduce(self, sock: socket.socket, peer: Card) -> socket.socket:
+        """On a connection that its host has accepted."""
+        deadline = time.monotonic() + handshake.TIMEOUT_S
+        if sock.family == socket.AF_UNIX:
+            handshake.check_uid(sock)
+        else:
+            keep_alive(sock, self._heartbeat_s, is_only_read=False)
+            if self._credentials is not None:
+                sock = tls.dial(sock, self._credentials, deadline)
+        try:
+            seen = tls.fingerprint_met(sock)
+            met = handshake.dial(sock, self._key, self._me.to_json(), peer.to_json(), deadline, seen=seen)
+            self._compare(peer, met, seen)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                sock.close()
+            raise
+        if sock.family != socket.AF_UNIX and self._credentials is None:
+            return MacSocket(sock, met.frame_key)
+        return sock
 
     def _compare(self, peer: Card, met: handshake.Met, seen: str | None) -> None:
         answered = Card.from_json(met.card)
