@@ -3,7 +3,7 @@
     python -m bench.tcp [--rounds 9] [--before PATH/TO/ANOTHER/src]
 
 Every side has two workers, all alive all the time; those whose turn it isn't are stopped. In every round the order of the rows and of the sides is
-shuffled. `--before` adds a column with the farstep of another checkout.
+shuffled. `--before` adds columns with the farstep of another checkout, and with unix sockets and shared memory, which both have.
 """
 
 from __future__ import annotations
@@ -60,9 +60,10 @@ def main() -> int:
     args = parser.parse_args()
     sides = list(SIDES)
     if args.before:
-        sides.append(
-            Side("farstep before, in the clear", "farstep.rpc", SECRET, str(Path(args.before).resolve()))
-        )
+        source = str(Path(args.before).resolve())
+        sides.append(Side("farstep before, in the clear", "farstep.rpc", SECRET, source))
+        sides.append(Side("farstep, unix sockets", "farstep.rpc", {"transport": "unix"}))
+        sides.append(Side("farstep before, unix sockets", "farstep.rpc", {"transport": "unix"}, source))
     load = os.getloadavg()[0]
     figures = measure(sides, args.rounds)
     text = table(sides, figures, args.rounds, load)
