@@ -11,8 +11,8 @@ import torch
 
 from farstep.autograd.context import Context
 from farstep.autograd.gradients import add
+from farstep.autograd.heads import MODES
 from farstep.autograd.link import Link, current_id, link_of
-from farstep.autograd.messages import MODES
 from farstep.errors import AutogradError, FarstepError
 from farstep.rpc.current import current_agent
 from farstep.rpc.options import UNSET_RPC_TIMEOUT

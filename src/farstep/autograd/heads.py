@@ -14,11 +14,11 @@ from typing import Any, Final
 
 from farstep.rpc.schema import MAX_ERROR_CHARS, is_flag, is_id, is_list_of, is_number, is_text
 
-__all__ = ["is_extra", "is_head"]
+__all__ = ["MODES", "is_extra", "is_head"]
 
 MAX_GRADIENTS: Final = 1 << 20
 """In one message, and of all in it: as many as a frame has buffers."""
-_MODES: Final = ("smart", "fast")
+MODES: Final = ("smart", "fast")
 
 
 def is_extra(extra: Any) -> bool:
@@ -67,7 +67,7 @@ def _are_settings(values: tuple[Any, ...]) -> bool:
         and is_flag(retain_graph)
         and is_flag(create_graph)
         and type(mode) is str
-        and mode in _MODES
+        and mode in MODES
         and is_number(oldest)
     )
 

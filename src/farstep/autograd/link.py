@@ -21,7 +21,7 @@ import torch
 from farstep.autograd import heads, reduced
 from farstep.autograd.conductor import Conductor
 from farstep.autograd.context import COUNTER_BITS, Context
-from farstep.autograd.messages import check_extra, checked_id
+from farstep.autograd.messages import check_extra
 from farstep.errors import AutogradError, ProtocolError, RpcError, UnknownContext, WorkerLost
 from farstep.rpc.extension import Extra
 from farstep.rpc.message import Message
@@ -166,9 +166,9 @@ class Link:
         if type(head) is not tuple or not head or type(head[0]) is not str:
             raise ProtocolError("a message about gradients that says nothing")
         if head[0] == "release":
-            return self._heard_release(message, checked_id(message))
+            return self._heard_release(message, message.head[1])
         if head[0] == "joined":
-            return partial(self._joined, message, checked_id(message))
+            return partial(self._joined, message, message.head[1])
         return self.conductor.control(message)
 
     def serves(self, message: Message) -> bool:

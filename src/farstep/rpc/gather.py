@@ -39,7 +39,6 @@ log = logging.getLogger("farstep.rpc")
 Key = tuple[str, int]
 MISSING = "Missing:"
 KEPT_FAILURES = 16
-MAX_NUMBER = 1 << 63
 MAX_LED = 4096
 """With more gatherings than this under way at a leader, no member may wait in more than an eighth of them."""
 ASK_AFTER = 0.9
@@ -83,23 +82,11 @@ class Gatherings:
 
     def check(self, message: Message) -> Invitation:
         """On the reader's thread. A member brings a part in its own name, to a gathering that is called by its members and that this worker leads."""
-        head, peer = message.head, message.peer
-        if type(head) is not tuple or len(head) != 5:
-            raise ProtocolError("a part of a gathering that does not say of which")
-        label, number, name, names, timeout_s = head
-        if (
-            type(label) is not str
-            or type(number) is not int
-            or not 0 <= number < MAX_NUMBER
-            or type(timeout_s) not in (int, float)
-            or not timeout_s >= 0
-        ):
-            raise ProtocolError("a part of a gathering that does not say of which")
+        peer = message.peer
+        label, number, name, names, timeout_s = message.head
         if name != peer.name:
             raise ProtocolError(f"{peer.name!r} brings a part of a gathering in the name of another worker")
         if names is not None:
-            if type(names) is not list or not all(type(each) is str for each in names):
-                raise ProtocolError("a gathering whose members are no names")
             is_theirs = peer.name in names and names == sorted(set(names))
             if not is_theirs or names[0] != self._agent.info.name:
                 raise ProtocolError(

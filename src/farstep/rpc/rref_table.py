@@ -44,7 +44,8 @@ from farstep.rpc.membership import WorkerInfo
 from farstep.rpc.payload import Refused
 from farstep.rpc.rref import Fork, GlobalId, RRef, Value, id_str, owner_rref, user_rref
 from farstep.rpc.rref_early import EarlyWords
-from farstep.rpc.rref_notes import ForkNote, are_pairs, check_control, check_id, check_note
+from farstep.rpc.rref_notes import ForkNote, check_control, check_note
+from farstep.rpc.schema import is_fork_list
 from farstep.rpc.service import rebuild_error
 from farstep.rpc.wire import Kind
 
@@ -267,8 +268,6 @@ class RRefTable:
 
     def expect(self, id: Any, fork: Any, peer: Peer) -> Value:
         """A peer asks to make a value: its entry is there before anything else is read from that peer."""
-        check_id(id, peer)
-        check_id(fork, peer)
         with self._lock:
             if peer.is_self:
                 return self._own.pop(id)
@@ -282,7 +281,6 @@ class RRefTable:
 
     def held(self, id: Any, peer: Peer) -> Value | None:
         """The value of that id, if the peer holds it."""
-        check_id(id, peer)
         with self._lock:
             kept = self._owned.get(id)
             return kept if kept is not None and kept.is_held_by(peer.id) else None
@@ -430,7 +428,7 @@ class RRefTable:
         """The holder says which of its forks never reached it. It has no say in others'."""
         if message is not None and message.kind == Kind.REPLY:
             missing = message.value(self._agent.trust)
-            if are_pairs(missing):
+            if is_fork_list(missing):
                 self._drop(holder, [each for each in missing if each in asked])
 
     def _drop(self, holder: int, forks: list[tuple[GlobalId, GlobalId]]) -> None:

@@ -45,7 +45,7 @@ MAX_BRIEF_CHARS: Final = 500
 MAX_TIMEOUT_S: Final = 1e12
 
 _SEQUENCES: Final = frozenset({tuple, list})
-_TOP: Final = 1 << 64
+_TOP: Final = 1 << 63
 
 
 # -- values -------------------------------------------------------------------------------------------------
