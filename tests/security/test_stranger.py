@@ -6,9 +6,11 @@ import contextlib
 import json
 import logging
 import pickle
+import re
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,7 @@ from security.attackers import (
     knock,
     tcp_options,
 )
+from security.test_store_writer import come_together
 
 
 @pytest.fixture(params=["unix", "tcp", "mac"])
@@ -344,3 +347,46 @@ def test_an_introduction_that_is_none(group: Grow, said: bytes) -> None:
         introduce(sock, group.key, said)
         assert is_hung_up_on(sock)
     group.works_and_grows()
+
+
+# -- what a user gets wrong
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"dangerously_unencrypted_tcp": "no"}, TypeError),
+        ({"secret": b"bytes of a secret, not a text"}, TypeError),
+        ({"port": 99_999}, ValueError),
+        ({"max_frame_bytes": 10}, ValueError),
+        ({"shared_memory_bytes": -1}, ValueError),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_options_that_cannot_be_are_refused_by_name(wrong: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error, match=next(iter(wrong))):
+        tcp_options(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        (tcp_options(host="203.0.113.7", init_timeout_s=15), "FARSTEP_HOST"),
+        (tcp_options(tls_cert="no-such.pem", tls_key="k", tls_ca="c", init_timeout_s=15), r"no-such\.pem"),
+        (tcp_options(transport="unix", init_timeout_s=15), "transport='unix'"),
+        (tcp_options(secret="another secret altogether", init_timeout_s=15), "secret"),
+    ],
+    ids=["an address of another machine", "a missing certificate", "another transport", "another secret"],
+)
+def test_a_worker_that_cannot_start_tells_the_others_why(options: RpcOptions, cause: str) -> None:
+    """Long before their timeout, and the first cause is the one that they get."""
+    began = time.monotonic()
+    agents, errors = come_together(
+        dist.HashStore(), 2, lambda rank: options if rank else tcp_options(init_timeout_s=15)
+    )
+    for agent in agents:
+        agent.close()
+    assert not agents
+    assert len(errors) == 2
+    assert all(re.search(cause, str(error)) for error in errors), errors
+    assert time.monotonic() - began < 14

@@ -68,7 +68,7 @@ class Agent:
         self.info = info
         self.options = options
         self.rpc_timeout = options.rpc_timeout
-        self.trust = Trust(options.trusted)
+        self.trust = Trust(options.trusted, f"worker {info.name!r}")
         self.closed = False
         self._call_ids = itertools.count(1)
         self.tally = Tally()

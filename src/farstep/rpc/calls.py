@@ -60,6 +60,11 @@ def fresh(error: BaseException) -> BaseException:
 
 
 def timeout_error(worker: str, call: Call) -> RpcTimeout:
+    if call.waits_for_turn:
+        return RpcTimeout(
+            f"call {call.what} from {worker!r} to {call.peer.name!r} was not sent within its timeout "
+            f"({call.timeout_s * 1000:g} ms): {call.peer.turns.why()}"
+        )
     return RpcTimeout(
         f"RPC ran for more than set timeout ({call.timeout_s * 1000:g} ms): call {call.what} from {worker!r} to "
         f"{call.peer.name!r} has no answer. The callee may still be running it; pass a larger timeout "
@@ -70,7 +75,7 @@ def timeout_error(worker: str, call: Call) -> RpcTimeout:
 class Call:
     """One request that has no reply yet."""
 
-    __slots__ = ("charge", "counts", "deadline", "depth", "id", "peer", "timeout_s", "what")
+    __slots__ = ("charge", "counts", "deadline", "depth", "id", "peer", "timeout_s", "waits_for_turn", "what")
 
     def __init__(self, id: int, peer: Peer, what: str, depth: int, timeout_s: float) -> None:
         self.id = id
@@ -79,6 +84,7 @@ class Call:
         self.depth = depth
         self.timeout_s = timeout_s
         self.counts = True
+        self.waits_for_turn = False
         self.charge = 0
         """What it counts for until it is answered. See `Turns`."""
         self.deadline = time.monotonic() + timeout_s if timeout_s > 0 else None

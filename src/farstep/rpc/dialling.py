@@ -66,6 +66,11 @@ class Dialler:
                 f"worker {peer.name!r} is on another host than {self._me.name!r} (or belongs to another user), and "
                 f"calls between hosts need a shared secret: {HOW_TO_SET_A_SECRET}"
             )
+        if not self._me.tcp:
+            raise InsecureTransport(
+                f"worker {self._me.name!r} has unix sockets only (transport='unix'), and {peer.name!r} listens on TCP only "
+                f"(transport='tcp'): give both the same transport, or neither one"
+            )
         if (peer.certificate is None) != (self._credentials is None):
             plain, other = (peer, self._me) if peer.certificate is None else (self._me, peer)
             raise InsecureTransport(
@@ -87,6 +92,11 @@ class Dialler:
                 error: Exception = exc.with_traceback(None)
                 if attempt >= ATTEMPTS and time.monotonic() + RETRY_S > patience_until:
                     raise Unreachable(f"it cannot be reached: {error}") from error
+            except AuthenticationError as exc:
+                where = f"its unix socket {peer.unix}" if self._shares_host(peer) else f"{peer.tcp}"
+                raise AuthenticationError(
+                    f"worker {self._me.name!r} dialled {peer.name!r} at {where}: {exc}"
+                ) from exc.__cause__
             except ssl.SSLError as exc:
                 raise AuthenticationError(
                     f"TLS with worker {peer.name!r} at {peer.tcp} failed: {exc}. Do both have certificates that the other's "

@@ -34,7 +34,13 @@ def join_group(
     options = options or RpcOptions()
     if world_size is not None and not 0 <= rank < world_size:
         raise ValueError(f"rank must be between 0 and {world_size - 1}, not {rank}")
-    agent = Agent(WorkerInfo(name, rank), options)
+    try:
+        agent = Agent(WorkerInfo(name, rank), options)
+    except BaseException as exc:
+        if world_size is not None:  # the others wait for it: tell them why it does not come
+            with contextlib.suppress(RuntimeError, OSError):
+                store.compare_set("failed", "", f"{name!r} gave up: {exc}")
+        raise
     if world_size is None:
         agent.rrefs.count_from_anywhere()
     _live.add(agent)  # before it is called, which may be before this worker has heard that all have joined

@@ -112,22 +112,27 @@ class Links:
         cards = self._roster.join(timeout_s)
         for card in cards:
             self._learn(card)
-        for peer in self.peers():
-            if not peer.is_self:
-                self._dialler.check_reachable(peer.card)
         deadline = time.monotonic() + timeout_s
-        if self.is_open:
-            for peer in self.peers():
-                if not peer.is_self:
+        try:
+            others = [peer for peer in self.peers() if not peer.is_self]
+            for peer in others:
+                self._dialler.check_reachable(peer.card)
+            if self.is_open:
+                for peer in others:
                     with contextlib.suppress(WorkerLost):
                         self.dial(peer, deadline)
-        else:
-            try:
+            else:
                 self._watch_next(deadline)
                 self._roster.settle(deadline, self._first_lost)
-            except BaseException as exc:
-                self._roster.fail(exc)
-                raise
+        except WorkerLost as exc:  # perhaps because it has given up before
+            failure = self._roster.first_failure()
+            self._roster.fail(exc)
+            if failure is not None:
+                raise RpcError(f"worker {self.me.name!r} cannot finish init_rpc: {failure}") from exc
+            raise
+        except BaseException as exc:
+            self._roster.fail(exc)
+            raise
         self._has_joined = True
 
     def _first_lost(self) -> str | None:

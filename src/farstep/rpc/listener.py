@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import logging
@@ -89,7 +90,11 @@ class Listener:
         except OSError as exc:
             raise RpcError(
                 f"worker {self._worker!r} cannot listen on {host}:{options.port}: {exc}; "
-                f"set FARSTEP_HOST (or RpcOptions.host) to an address of this machine that the others can reach"
+                + (
+                    "give another port, or 0 for any free one"
+                    if exc.errno in (errno.EADDRINUSE, errno.EACCES)
+                    else "set FARSTEP_HOST (or RpcOptions.host) to an address of this machine that the others can reach"
+                )
             ) from exc
         sock.listen(BACKLOG)
         sock.setblocking(False)
@@ -141,11 +146,13 @@ class Listener:
             self._admit(sock, handshake.accept(sock, self._key, deadline))
         except Exception as exc:  # a stranger may send anything
             if not self._closed:
+                text = str(exc)[:MAX_LOG_CHARS]
                 self._refusals.warning(
+                    type(exc).__name__,
                     "worker %r refused a connection from %s: %s",
                     self._worker,
                     where,
-                    str(exc)[:MAX_LOG_CHARS],
+                    text,
                 )
             with contextlib.suppress(OSError):
                 sock.close()

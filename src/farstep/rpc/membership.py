@@ -309,11 +309,21 @@ class Roster:
                 f"worker {self._card.name!r} has met all the others, but not all of them got through to each other"
             )
 
+    def first_failure(self) -> str | None:
+        """Why another worker does not come, where one has said so."""
+        try:
+            if self._store.check(["failed"]):
+                return self._store.get("failed").decode(errors="replace")[:MAX_REASON_CHARS]
+        except RpcError:
+            pass
+        return None
+
     def fail(self, error: BaseException) -> None:
         """Tell the others of a group of known size why this worker does not come."""
         if self._world_size:
             with contextlib.suppress(RuntimeError, OSError):
-                self._store.set("failed", f"{self._card.name!r} gave up: {error}")
+                told = f"{self._card.name!r} gave up: {error}"
+                self._store.compare_set("failed", "", told[:MAX_REASON_CHARS])  # the first cause stays
 
     def _wait(self, keys: list[str], deadline: float) -> None:
         """TimeoutError where not all are there in time. Torch's own wait writes warnings whenever it is cut short."""

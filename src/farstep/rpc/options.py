@@ -118,6 +118,17 @@ class RpcOptions:
             raise ValueError(f"rpc_timeout must be 0 (no deadline) or positive, not {self.rpc_timeout}")
         if self.heartbeat_s <= 0:
             raise ValueError(f"heartbeat_s must be positive, not {self.heartbeat_s}")
+        if type(self.dangerously_unencrypted_tcp) is not bool:
+            raise TypeError(
+                f"dangerously_unencrypted_tcp is True or False, not {self.dangerously_unencrypted_tcp!r}"
+            )
+        if self.secret is not None and not isinstance(self.secret, str):
+            raise TypeError(f"secret is a string, not {type(self.secret).__name__}")
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port must be from 0 (any free one) to 65535, not {self.port}")
+        for name, least in (("max_frame_bytes", 64 << 10), ("shared_memory_bytes", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
         given = [bool(f) for f in (self.tls_cert, self.tls_key, self.tls_ca)]
         if any(given) and not all(given):
             raise ValueError("TLS needs all three of tls_cert, tls_key and tls_ca")

@@ -148,6 +148,7 @@ class Turns:
             if depth not in self._lines and self._fits(depth, nbytes):
                 self._add(call, nbytes)
                 return True
+        call.waits_for_turn = True
         before_waiting()
         with self._lock:
             line = self._lines.setdefault(depth, deque())
@@ -158,7 +159,7 @@ class Turns:
                     if self._ended:
                         return False
                     if (left is not None and left <= 0) or not self._changed.wait(left):
-                        raise NoTurn(self._why(nbytes))
+                        raise NoTurn(self.why())
                 self._add(call, nbytes)
                 return not self._ended
             finally:
@@ -177,6 +178,7 @@ class Turns:
 
     def _add(self, call: Call, nbytes: int) -> None:
         call.charge = nbytes
+        call.waits_for_turn = False
         self._ledger.add(call.depth, nbytes)
         self._depths[call.depth] = self._depths.get(call.depth, 0) + 1
 
@@ -194,9 +196,10 @@ class Turns:
         if self._lines:
             self._changed.notify_all()
 
-    def _why(self, nbytes: int) -> str:
+    def why(self) -> str:
+        """Why a call is not sent."""
         return (
-            f"it waited for its turn ({nbytes} bytes): {self._ledger.calls} calls of {self._ledger.nbytes} bytes are "
+            f"it waited for its turn: {self._ledger.calls} calls of {self._ledger.nbytes} bytes are "
             f"unanswered there, {len(self._late)} of them past their timeout. Wait for results as you go, or raise "
             f"RpcOptions.max_calls_per_peer ({self._max_calls}) or max_bytes_per_peer ({self._max_bytes}) on all workers"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from typing import Final
 
 __all__ = ["RareLog"]
@@ -14,7 +15,7 @@ INTERVAL_S: Final = 10.0
 
 
 class RareLog:
-    """Writes the first warnings of each interval and counts the others. Any thread."""
+    """Writes the first warnings of each kind in each interval and counts the others. Any thread."""
 
     def __init__(self, log: logging.Logger, at_once: int = AT_ONCE, interval_s: float = INTERVAL_S) -> None:
         self._log = log
@@ -22,22 +23,23 @@ class RareLog:
         self._interval_s = interval_s
         self._lock = threading.Lock()
         self._began = float("-inf")
-        self._written = 0
+        self._written: Counter[str] = Counter()
         self._left_out = 0
 
-    def warning(self, message: str, *args: object) -> None:
+    def warning(self, kind: str, message: str, *args: object) -> None:
         """Write it, or count it; the count is told with the first one of the next interval, or by `flush`."""
         with self._lock:
             now = time.monotonic()
             if now - self._began >= self._interval_s:
                 left_out, self._left_out = self._left_out, 0
-                self._began, self._written = now, 0
+                self._began = now
+                self._written.clear()
             else:
                 left_out = 0
-            if self._written >= self._at_once:
+            if self._written[kind] >= self._at_once:
                 self._left_out += 1
                 return
-            self._written += 1
+            self._written[kind] += 1
         self._tell(left_out)
         self._log.warning(message, *args)
 

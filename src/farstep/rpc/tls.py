@@ -49,6 +49,11 @@ def make_credentials(options: RpcOptions, worker: str) -> Credentials:
 
 
 def _load(cert: str, key: str, ca: str) -> Credentials:
+    for name, path in (("tls_cert", cert), ("tls_key", key), ("tls_ca", ca)):
+        try:
+            Path(path).read_bytes()
+        except OSError as exc:
+            raise ValueError(f"{name}={path!r} cannot be read: {exc.strerror}") from exc
     contexts = []
     for listening in (True, False):
         context = _context(listening)
@@ -57,7 +62,8 @@ def _load(cert: str, key: str, ca: str) -> Credentials:
             context.load_verify_locations(ca)
         except (OSError, ssl.SSLError) as exc:
             raise ValueError(
-                f"the certificate files cannot be used (tls_cert={cert!r}, its key in tls_key, tls_ca={ca!r}): {exc}"
+                f"the certificate files cannot be used: {exc}. tls_cert={cert!r} and tls_key={key!r} must belong together, and "
+                f"tls_ca={ca!r} must be a certificate"
             ) from exc
         context.verify_mode = ssl.CERT_REQUIRED
         contexts.append(context)

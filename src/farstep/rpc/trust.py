@@ -107,7 +107,8 @@ def _imported(module: str) -> Any:
 class Trust:
     """Finds what a message names, if it may."""
 
-    def __init__(self, trusted: Iterable[str] | None) -> None:
+    def __init__(self, trusted: Iterable[str] | None, worker: str = "this worker") -> None:
+        self._worker = worker
         self._entries = None if trusted is None else tuple(trusted)
         self.is_open = trusted is None
         """Whether a peer may name whatever can be imported."""
@@ -187,7 +188,13 @@ class Trust:
         return isinstance(found, type | FunctionType | BuiltinFunctionType) and self.is_at_home(found)
 
     def _refusal(self, module: str, qualname: str) -> Untrusted:
+        trusted = ", ".join(self._entries or ()) or "nothing"
+        refusal = f"{module}.{qualname} is not among what {self._worker} trusts ({trusted}); "
+        if (module, qualname) == ("builtins", "getattr"):
+            return Untrusted(
+                refusal + "a method of a tensor or of another built-in class is called so: call a function "
+                "such as torch.add instead"
+            )
         return Untrusted(
-            f"{module}.{qualname} is not among what this worker trusts ({', '.join(self._entries or ()) or 'nothing'}); "
-            f"add the module or the name to RpcOptions.trusted to allow it"
+            refusal + "add the name, or the module in which it is defined, to RpcOptions.trusted to allow it"
         )
