@@ -6,6 +6,7 @@ import random
 import select
 import socket
 import ssl
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,13 +16,14 @@ from typing import Any
 import pytest
 import torch
 from security.attackers import certified_options, make_certificates, tcp_options
-from support.workers import Group
+from support.workers import Group, eventually
 
 from farstep import rpc
 from farstep.errors import ProtocolError, RpcTimeout
 from farstep.rpc import RpcOptions
 from farstep.rpc.records import MacSocket, RecordSocket
 from farstep.rpc.tls import TlsReceiver, dial, fingerprint_met, make_credentials
+from farstep.rpc.wire import Frame, FrameReader, Kind, frame_bytes
 
 KINDS = ["tls", "mac"]
 
@@ -152,3 +154,89 @@ def test_a_stopped_peer_over_tcp_gets_whole_frames_afterwards(
     group[1].cont()
     for numel in (10, 3_000_000, 10):
         assert group[0].run(negate, "worker1", numel, 20.0) == "done"
+
+
+# -- what a review found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_that_fill_the_buffer_exactly_are_handed_out_without_another_wait(kind: str) -> None:
+    """The reader asks again because there may be more, and must not wait for it with what has come in its hands."""
+    sender, receiver = record_pair(kind, 1 << 20)
+    receiver.setblocking(True)
+    receiver.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 20, 0))
+    frame = frame_bytes(Kind.REPLY, 1, b"", [1 << 16])
+    sent = memoryview(frame + bytes(1 << 16))
+    while sent:
+        sent = sent[sender.send(sent) :]
+
+    def recv(view: memoryview) -> int | None:
+        try:
+            return receiver.recv_into(view)
+        except BlockingIOError:
+            return None
+
+    reader = FrameReader(recv, 1 << 30, receiver)
+    began = time.monotonic()
+    frames: list[Frame] = []
+    while not frames:
+        frames = reader.read()
+    assert len(frames) == 1
+    assert time.monotonic() - began < 15  # it would be the socket's limit of 20 s
+    sender.close()
+    receiver.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["tcp", "unix"])
+def test_a_group_ends_after_a_call_that_timed_out_while_it_was_sent(
+    workers: Callable[..., Group], transport: str
+) -> None:
+    """The peer gets the call when it reads on, long after its caller has given up: what was sent and received comes out even."""
+    group = workers(
+        2, transport=transport, secret="a secret among friends", host="127.0.0.1", shared_memory_bytes=0
+    )
+    assert group[0].run(negate, "worker1", 10, 20.0) == "done"
+    group[1].stop()
+    assert group[0].run(negate, "worker1", 16_000_000, 1.0) == "timeout"
+    group[1].cont()
+    assert group[0].run(negate, "worker1", 10, 20.0) == "done"
+    group.finish(group.start_all(rpc.shutdown, timeout=20))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tensor_that_changes_while_it_is_sent_does_not_end_the_connection(kind: str) -> None:
+    """As parameters do that another thread updates in place."""
+    stop = threading.Event()
+    parameter = torch.zeros(4_000_000)
+    parameters.append(parameter)
+
+    def update() -> None:
+        while not stop.is_set():
+            parameter.add_(1)
+
+    threading.Thread(target=update, daemon=True).start()
+    try:
+        with rpc.local_agents(2, tcp_options(dangerously_unencrypted_tcp=kind == "mac")) as (one, _):
+            for _ in range(10):
+                assert one.call_sync("worker1", read_parameters, (), {}, 20.0).shape == (4_000_000,)
+    finally:
+        stop.set()
+        parameters.clear()
+
+
+parameters: list[torch.Tensor] = []
+
+
+def read_parameters() -> torch.Tensor:
+    return parameters[0]
+
+
+def test_a_peer_that_writes_where_it_has_nothing_to_send_is_dropped() -> None:
+    """One byte there would use up the event that says when it reads again."""
+    with rpc.local_agents(2, tcp_options(dangerously_unencrypted_tcp=True)) as (one, other):
+        assert one.call_sync("worker1", max, (1, 2), {}, 20.0) == 2
+        receiver = other.peer("worker0").receiver
+        assert receiver is not None
+        socket.socket.send(receiver.sock, b"x")
+        eventually(lambda: not one.is_present(1), "worker0 dropping it")

@@ -310,8 +310,15 @@ class Agent:
             mine = self.take(peer, call.id) is not None
             if call.charge:
                 peer.turns.abandon(call)  # it has been begun
-            if mine and kind is not Kind.GATHER:
-                self.tally.unsend()
+            if kind is not Kind.GATHER:
+                # Calls sent and calls received must come out even, or nobody sees that a group is idle.
+                if getattr(exc, "began", False):  # the peer will get it
+                    if mine:
+                        self.tally.end()
+                elif mine:
+                    self.tally.unsend()
+                else:
+                    self.tally.unsend_ended()
             if not mine:
                 return  # it has its outcome already: the peer was lost meanwhile, or its time was up
             if isinstance(exc, NoTurn):

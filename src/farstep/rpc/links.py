@@ -329,10 +329,20 @@ class Links:
         return peer
 
     def _sender_ended(self, peer: Peer, sender: Sender) -> None:
-        """Nothing is ever read from a dialled connection: readable means ended.
+        """Nothing is ever read from a dialled connection: readable means ended, or that the peer breaks the rule.
 
         Where the peer dialled too, that connection ends as well, and a goodbye may still be in it.
         """
+        try:
+            has_data = bool(socket.socket.recv(sender.sock, 1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            sender.arm(sender.has_backlog)
+            return
+        except OSError:
+            has_data = False
+        if has_data:
+            self.broken(peer, ProtocolError("bytes on a connection on which it has nothing to send"))
+            return
         is_unread = peer.intake.is_paused or (peer.receiver is None and not peer.is_arriving)
         if peer.sender is sender and is_unread:
             self.broken(peer, EOFError("it closed the connection"))

@@ -44,7 +44,7 @@ __all__ = ["BUFFER_COST", "RIDER_COST", "Intake", "Ledger", "NoTurn", "Turns"]
 LARGE_BYTES: Final = 1 << 20
 """Messages of at least this size are looked at one by one: a single one may be as large as it likes."""
 
-EXEMPT_DEPTHS: Final = 8
+EXEMPT_DEPTHS: Final = 32
 """The largest message of a depth does not count against the bytes, at so many depths."""
 
 BUFFER_COST: Final = 256
@@ -170,9 +170,9 @@ class Turns:
 
     def _fits(self, depth: int, nbytes: int) -> bool:
         is_alone = depth not in self._depths
-        if nbytes < LARGE_BYTES and is_alone:
+        if is_alone:
             return True
-        if self._ledger.calls >= self._max_calls and not is_alone:
+        if self._ledger.calls >= self._max_calls:
             return False
         return self._ledger.excess_with(depth, nbytes) <= self._max_bytes
 

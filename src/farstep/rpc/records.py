@@ -70,8 +70,8 @@ class MacSocket(RecordSocket):
                 raise BlockingIOError("the rest of a record waits for room")
             count, self._unsent_count = self._unsent_count, 0
             return count
-        if len(data) > MAX_RECORD_BYTES:
-            data = memoryview(data)[:MAX_RECORD_BYTES]
+        # A copy, for a tensor may be changed by another thread between the tag and the write.
+        data = bytes(data if len(data) <= MAX_RECORD_BYTES else memoryview(data)[:MAX_RECORD_BYTES])
         count = len(data)
         head = _HEAD.pack(count, self._cipher.encrypt(_NONCE.pack(self._sent, 0), b"", data))
         self._sent += 1
@@ -80,7 +80,6 @@ class MacSocket(RecordSocket):
         except BlockingIOError:
             sent = 0
         if sent < _HEAD.size + count:
-            # A copy: when the caller comes again its bytes are the same, but may lie elsewhere.
             self._unsent = b"".join((head, data))[sent:]
             self._unsent_count = count
             raise BlockingIOError("a record waits for room")

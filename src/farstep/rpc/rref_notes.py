@@ -43,7 +43,7 @@ def check_control(message: Message) -> tuple[str, Any]:
     """The verb and the items of an RREF message. See rref_table.py for what they mean."""
     verb, items = message.head
     if verb == "add":
-        fits = all(fork[0] == message.peer.id for _, fork, _ in items)
+        fits = len(items) == 1 and items[0][1][0] == message.peer.id
     elif verb == "confirm":
         fits = len(items) == 1 and items[0][1][0] == items[0][2] and message.call_id > 0
     else:

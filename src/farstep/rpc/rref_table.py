@@ -429,7 +429,8 @@ class RRefTable:
         if message is not None and message.kind == Kind.REPLY:
             missing = message.value(self._agent.trust)
             if is_fork_list(missing):
-                self._drop(holder, [each for each in missing if each in asked])
+                theirs = set(asked)
+                self._drop(holder, [each for each in missing if each in theirs])
 
     def _drop(self, holder: int, forks: list[tuple[GlobalId, GlobalId]]) -> None:
         freed: list[Value] = []

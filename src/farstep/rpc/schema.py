@@ -291,8 +291,8 @@ def check_message(kind: int, depth: int, meta: Any, buffers: int, layer_above: C
             raise ProtocolError(f"a message of kind {kind} whose body is neither bytes nor plain values")
         if (kind == _CALL and head is None) or (kind == _REMOTE and head[0] is None):
             raise ProtocolError("a call that says nowhere what is to be called")
-    if depth > MAX_CALL_DEPTH + 1 and kind in _FROM_USERS:
-        raise ProtocolError(f"a call that says it is nested {depth} deep; at most {MAX_CALL_DEPTH} are sent")
+    if kind in _FROM_USERS and not 1 <= depth <= MAX_CALL_DEPTH + 1:
+        raise ProtocolError(f"a call that says it is nested {depth} deep; 1 to {MAX_CALL_DEPTH} are sent")
     if type(slots) not in _SEQUENCES or type(descriptions) not in _SEQUENCES or type(refs) not in _SEQUENCES:
         raise ProtocolError("a message whose slots, tensors or references are no list")
     if slots or descriptions or buffers:
@@ -324,5 +324,5 @@ def check_rider(kind: int, depth: int, head: Any, body: Any) -> None:
     is_head = _HEADS.get(kind)
     if is_head is None or not is_head(head) or not (type(body) is bytes or _is_plain(body)):
         raise ProtocolError(f"a bundle with a message of kind {kind} that is none")
-    if kind == _CALL and (depth > MAX_CALL_DEPTH + 1 or (head is None and type(body) is not bytes)):
+    if kind == _CALL and (not 1 <= depth <= MAX_CALL_DEPTH + 1 or (head is None and type(body) is not bytes)):
         raise ProtocolError("a bundle with a call that is none")

@@ -30,6 +30,13 @@ class Tally:
             self.sent -= 1
             self._tell()
 
+    def unsend_ended(self) -> None:
+        """The same, of a call that has its outcome already."""
+        with self._lock:
+            self.sent -= 1
+            self.ended -= 1
+            self._tell()
+
     def end(self, count: int = 1) -> None:
         """Calls that were sent have their outcome."""
         with self._lock:

@@ -17,13 +17,13 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final
 
+from farstep.errors import ProtocolError
 from farstep.rpc.options import RpcOptions
 from farstep.rpc.records import RecordSocket
 
 __all__ = ["Credentials", "TlsReceiver", "dial", "fingerprint_met", "make_credentials"]
 
 RECEIVE_BYTES: Final = 256 << 10
-_DONTWAIT: Final = int(socket.MSG_DONTWAIT)
 _recv_into: Final = socket.socket.recv_into
 _CLOCK_SKEW: Final = timedelta(days=1)
 _LIFETIME: Final = timedelta(days=3650)
@@ -189,38 +189,43 @@ class TlsReceiver(RecordSocket):
         return self._tls.getpeercert(binary_form=True)
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
-        """As many whole records as have come and fit."""
+        """As many whole records as have come and fit. It waits only where there is nothing left of what came before."""
         read, incoming, length = self._tls.read, self._incoming, len(buffer)
-        while True:
-            if not self.has_more:
-                if not self._buffer:
-                    self._buffer = memoryview(bytearray(RECEIVE_BYTES))
-                count = _recv_into(self, self._buffer, 0, flags)
-                if count == 0:
-                    return 0
-                incoming.write(self._buffer[:count])
-                flags |= _DONTWAIT  # one wait is enough: a peer that drips bytes must not hold the caller
-            done: int = 0
-            try:
-                done = read(length, buffer)  # type: ignore[assignment]
-                if incoming.pending and done < length:
-                    rest = memoryview(buffer)
-                    while incoming.pending and done < length:
-                        done += read(length - done, rest[done:])  # type: ignore[operator]
-                # Where there was room for more than a record had, OpenSSL holds nothing back.
-                self.has_more = incoming.pending > 0 or done == length
-            except ssl.SSLWantReadError:
-                self.has_more = False
-            except ssl.SSLZeroReturnError:
-                self.has_more = False
-                return done
-            if done:
-                return done
+        if not self.has_more:
+            if not self._buffer:
+                self._buffer = memoryview(bytearray(RECEIVE_BYTES))
+            count = _recv_into(self, self._buffer, 0, flags)
+            if count == 0:
+                return 0
+            incoming.write(self._buffer[:count])
+        done: int = 0
+        try:
+            done = read(length, buffer)  # type: ignore[assignment]
+            if incoming.pending and done < length:
+                rest = memoryview(buffer)
+                while incoming.pending and done < length:
+                    done += read(length - done, rest[done:])  # type: ignore[operator]
+            # Where there was room for more than a record had, OpenSSL holds nothing back.
+            self.has_more = incoming.pending > 0 or done == length
+        except ssl.SSLWantReadError:
+            self.has_more = False
+        except ssl.SSLZeroReturnError:
+            self.has_more = False
+            return done
+        if self._outgoing.pending:
+            raise ProtocolError("a TLS record that wants an answer, on a connection that is only read")
+        if not done:
+            raise BlockingIOError("no whole record has come")
+        return done
 
     def recv(self, bufsize: int, flags: int = 0) -> bytes:
         """For the handshake, which takes a little at a time."""
         data = bytearray(bufsize)
-        return bytes(data[: self.recv_into(memoryview(data), 0, flags)])
+        while True:
+            try:
+                return bytes(data[: self.recv_into(memoryview(data), 0, flags)])
+            except BlockingIOError:
+                continue  # the socket has a timeout here: a part of a record came
 
     def sendall(self, data: Any, flags: int = 0) -> None:
         """For the handshake, whose messages always have room."""
