@@ -536,7 +536,7 @@ def test_trust(tmp_path):
     """A worker that trusts some names alone writes no files for others, unless it is told to."""
     with _agents(trusted=("torch", f"{__name__}")) as agents, speaking_for(agents[0]):
         table = rpc.remote("worker1", tensor_of, args=(1, 2))
-        with refused(CheckpointError, "worker1", "rpc_calls.write is not among what this worker trusts"):
+        with refused(CheckpointError, "worker1", "rpc_calls.write is not among what worker 'worker1' trusts"):
             checkpoint.save({"table": table}, tmp_path)
         assert files_in(tmp_path) == []
     with (

@@ -297,7 +297,7 @@ def test_riders_that_a_peer_does_not_read_keep_their_order() -> None:
             while True:
                 sender.send([filler], time.monotonic())
         for i in range(3 * MAX_RIDERS):
-            assert sender.ride((int(Kind.CALL), i, 0, ("m", "f"), ([], None))) == i + 1
+            assert sender.ride((int(Kind.CALL), i, 1, ("m", "f"), ([], None))) == i + 1
             with pytest.raises(Stalled):
                 sender.flush(time.monotonic())
         assert sender.riders == 3 * MAX_RIDERS

@@ -240,7 +240,7 @@ bodies = st.one_of(
 names = st.tuples(st.text(max_size=40), st.text(max_size=40))
 texts = st.tuples(*[st.text()] * 4)
 heads = st.none() | names | texts
-numbers_beside = st.integers(0, 2**64 - 1), st.integers(0, MAX_CALL_DEPTH + 1)
+numbers_beside = st.integers(0, 2**64 - 1), st.integers(1, MAX_CALL_DEPTH + 1)
 riders = st.one_of(
     st.tuples(st.just(int(Kind.CALL)), *numbers_beside, names, bodies),
     st.tuples(st.just(int(Kind.CALL)), *numbers_beside, st.none(), st.binary(max_size=300)),

@@ -126,7 +126,7 @@ class RpcOptions:
             raise TypeError(f"secret is a string, not {type(self.secret).__name__}")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port must be from 0 (any free one) to 65535, not {self.port}")
-        for name, least in (("max_frame_bytes", 64 << 10), ("shared_memory_bytes", 0)):
+        for name, least in (("max_frame_bytes", 256), ("shared_memory_bytes", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
         given = [bool(f) for f in (self.tls_cert, self.tls_key, self.tls_ca)]
