@@ -32,7 +32,7 @@ def say(
 ) -> None:
     """Send one message as it is, without the checks that a worker makes of what it sends."""
     peer = hostile.peer(to)
-    frame = frame_bytes(kind, call_id, dump_meta(head, packed, (), refs, extra))
+    frame = frame_bytes(kind, call_id, dump_meta(head, packed, (), refs, extra), depth=1)
     with contextlib.suppress(OSError):  # it may have been hung up on
         (peer.sender or hostile.dial(peer, None)).send([frame], None)
 

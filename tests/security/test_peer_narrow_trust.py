@@ -241,8 +241,8 @@ def test_narrowed_agents_refuse_the_rest_and_say_how_to_allow_it(narrow: list[Ag
 @pytest.mark.parametrize(
     "meta_that_names_something",
     [
-        frame_bytes(Kind.CALL, 1, pickle.dumps((Path("/"), [], (), (), (), None))),
-        frame_bytes(Kind.BUNDLE, 0, pickle.dumps([(int(Kind.CALL), 1, 0, Path("/"), ([], None))])),
+        frame_bytes(Kind.CALL, 1, pickle.dumps((Path("/"), [], (), (), (), None)), depth=1),
+        frame_bytes(Kind.BUNDLE, 0, pickle.dumps([(int(Kind.CALL), 1, 1, Path("/"), ([], None))])),
     ],
     ids=["a call", "a bundle"],
 )

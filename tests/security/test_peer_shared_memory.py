@@ -172,7 +172,7 @@ def test_descriptors_that_do_not_agree_with_what_is_announced(trio: list[Agent],
 
 
 def test_descriptors_of_a_message_that_makes_no_sense_are_closed(trio: list[Agent]) -> None:
-    frame = frame_bytes(Kind.CALL, 5, dump_meta(("a", "b"), EMPTY, ((), ()), (), None), fds=2)
+    frame = frame_bytes(Kind.CALL, 5, dump_meta(("a", "b"), EMPTY, ((), ()), (), None), depth=1, fds=2)
     connection = trio[2].peer("worker0").sender
     assert connection is not None
     files = [memory_file(MB, filled=MB) for _ in range(2)]
