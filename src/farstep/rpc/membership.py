@@ -296,9 +296,7 @@ class Roster:
 
     def _check_failures(self, deadline: float, who_is_lost: Callable[[], str | None]) -> None:
         try:
-            failed = None
-            if self._store.check(["failed"]):
-                failed = self._store.get("failed").decode(errors="replace")[:MAX_REASON_CHARS]
+            failed = self._read_failure()
         except (RuntimeError, OSError):
             failed = "the rendezvous store, which rank 0 serves, is gone"
         failed = failed or who_is_lost()
@@ -312,11 +310,14 @@ class Roster:
     def first_failure(self) -> str | None:
         """Why another worker does not come, where one has said so."""
         try:
-            if self._store.check(["failed"]):
-                return self._store.get("failed").decode(errors="replace")[:MAX_REASON_CHARS]
+            return self._read_failure()
         except RpcError:
-            pass
-        return None
+            return None
+
+    def _read_failure(self) -> str | None:
+        if not self._store.check(["failed"]):
+            return None
+        return self._store.get("failed").decode(errors="replace")[:MAX_REASON_CHARS]
 
     def fail(self, error: BaseException) -> None:
         """Tell the others of a group of known size why this worker does not come."""
