@@ -6,7 +6,11 @@ BIN    := .venv/bin
 DEV    := .venv/.installed
 PEERS  := .venv/.installed-peers
 
-.PHONY: help demo test test-unit test-slow test-conformance conformance fuzz lint format bench bench-checkpoints bench-tcp bench-peers clean
+# Most tests wait for processes more than they compute, so a few files run side by side.
+JOBS   ?= 3
+PYTEST := $(BIN)/pytest -n $(JOBS) --dist loadfile
+
+.PHONY: help demo test test-unit test-slow test-conformance test-steady conformance fuzz lint format bench bench-checkpoints bench-tcp bench-peers clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -15,16 +19,19 @@ demo: $(DEV) ## see farstep train a model over three workers, in a minute
 	$(BIN)/farstep demo
 
 test: $(DEV) ## every test
-	$(BIN)/pytest
+	$(PYTEST)
 
 test-unit: $(DEV) ## the quick tests
-	$(BIN)/pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-slow: $(DEV) ## the slow tests that are farstep's own
-	$(BIN)/pytest -m "slow and not conformance"
+	$(PYTEST) -m "slow and not conformance"
 
 test-conformance: $(DEV) ## PyTorch's own test-suite, through pytest
 	$(BIN)/pytest -m conformance
+
+test-steady: $(DEV) ## tests again and again on busy cores: make test-steady K=killed TIMES=10
+	cd tests && ../$(BIN)/python -m support.steady --times $(or $(TIMES),1) -- $(if $(K),-k '$(K)',-n $(JOBS) --dist loadfile) $(ARGS)
 
 conformance: $(DEV) ## the same by hand: make conformance K=rref IMPL=torch
 	cd tests && ../$(BIN)/python -m conformance $(if $(K),-k '$(K)') $(if $(IMPL),--impl $(IMPL)) $(ARGS)
