@@ -285,7 +285,9 @@ class Lazy:
         raise AssertionError("pickled to be weighed")
 
 
-@pytest.mark.parametrize("value", [1j, torch.float32, Lazy(), [], (1,)], ids=["complex", "dtype", "object", "list", "tuple"])
+@pytest.mark.parametrize(
+    "value", [1j, torch.float32, Lazy(), [], (1,)], ids=["complex", "dtype", "object", "list", "tuple"]
+)
 def test_what_is_not_plain_is_too_heavy_to_ride(value: Any) -> None:
     assert weight(None, ([1, value], None)) > 1 << 40
     assert weight(None, ([], {"a": value})) > 1 << 40
