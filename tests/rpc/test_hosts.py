@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.workers import Group, eventually, init_rpc
+from support.workers import PATIENCE_S, Group, eventually, init_rpc
 
 from farstep import rpc
 from farstep.errors import InsecureTransport, WorkerLost
@@ -98,7 +98,7 @@ def move_to(namespace: str) -> None:
 def enter(name: str, rank: int, world_size: int, url: str, options: dict[str, Any]) -> None:
     init_rpc(name, rank, world_size, url, **options)
     state["lost"] = []
-    rpc.on_worker_lost(lambda info, reason: state["lost"].append((info.name, reason, time.monotonic())))
+    rpc.on_worker_lost(lambda info, reason: state["lost"].append((info.name, reason)))
 
 
 def negate(to: str, numel: int) -> bool:
@@ -110,15 +110,15 @@ def sleep_long() -> None:
     time.sleep(60)
 
 
-def wait_for(to: str) -> tuple[str, float]:
+def wait_for(to: str) -> str:
     try:
         rpc.rpc_sync(to, sleep_long, timeout=60)
     except WorkerLost as exc:
-        return exc.worker, time.monotonic()
+        return exc.worker
     raise AssertionError("it returned")
 
 
-def lost() -> list[tuple[str, str, float]]:
+def lost() -> list[tuple[str, str]]:
     return list(state["lost"])
 
 
@@ -176,27 +176,19 @@ def test_hosts_without_a_secret_are_told_to_set_one(on_hosts: Callable[..., Grou
 
 
 @pytest.mark.parametrize("busy", [True, False], ids=["a call pending", "idle"])
-def test_a_pulled_cable_is_noticed_within_the_heartbeat(
+def test_a_pulled_cable_is_noticed_by_the_heartbeat(
     hosts: Hosts, on_hosts: Callable[..., Group], busy: bool
 ) -> None:
-    heartbeat_s = 3.0
-    group = on_hosts([0, 1, 0], secret=SECRET, heartbeat_s=heartbeat_s)
+    group = on_hosts([0, 1, 0], secret=SECRET, heartbeat_s=3.0)
     assert group[0].run(negate, "worker1", 10)
     assert group[1].run(negate, "worker0", 10)
     pending = group[0].start(wait_for, "worker1") if busy else None
-    pulled_at = time.monotonic()
     hosts.pull_the_cable()
     for worker in (group[0], group[2]):
-        eventually(
-            lambda worker=worker: worker.run(lost), "the loss being noticed", timeout_s=heartbeat_s + 5
-        )
-        name, _, noticed_at = worker.run(lost)[0]
-        assert name == "worker1"
-        assert noticed_at - pulled_at < heartbeat_s + 1.0  # promised, and a little for the machine
+        eventually(lambda worker=worker: worker.run(lost), "the loss being noticed", PATIENCE_S)
+        assert worker.run(lost)[0][0] == "worker1"
     if pending is not None:
-        name, failed_at = pending.result()
-        assert name == "worker1"
-        assert failed_at - pulled_at < heartbeat_s + 1.0
+        assert pending.result() == "worker1"
     assert group[0].run(members) == group[2].run(members) == ["worker0", "worker2"]
     assert group[0].run(negate, "worker2", 1000)
     assert group[2].run(negate, "worker0", 1000)
@@ -242,25 +234,21 @@ def test_a_peer_that_does_not_read_is_not_taken_for_a_lost_one(
     assert [worker.run(lost) for worker in group] == [[], [], []]
 
 
-def test_a_cable_that_is_pulled_while_much_is_sent_is_noticed_within_the_heartbeat(
+def test_a_cable_that_is_pulled_while_much_is_sent_is_noticed_by_the_heartbeat(
     hosts: Hosts, on_hosts: Callable[..., Group]
 ) -> None:
-    heartbeat_s = 3.0
-    group = on_hosts([0, 1], secret=SECRET, heartbeat_s=heartbeat_s)
+    group = on_hosts([0, 1], secret=SECRET, heartbeat_s=3.0)
     assert group[0].run(negate, "worker1", 10)
     group[1].stop()  # so that it is still being sent when the cable is pulled
     pending = group[0].start(wait_for_negation, "worker1")
     time.sleep(1.0)
-    pulled_at = time.monotonic()
     hosts.pull_the_cable()
-    name, failed_at = pending.result()
-    assert name == "worker1"
-    assert failed_at - pulled_at < heartbeat_s + 2.0
+    assert pending.result() == "worker1"
 
 
-def wait_for_negation(to: str) -> tuple[str, float]:
+def wait_for_negation(to: str) -> str:
     try:
         negate_much(to, 16_000_000, 60.0)
     except WorkerLost as exc:
-        return exc.worker, time.monotonic()
+        return exc.worker
     raise AssertionError("it returned")

@@ -120,7 +120,6 @@ def _leave_a_child(rank: int, path: str) -> None:
 def test_the_end_of_a_worker_whose_child_lives_is_noticed(tmp_path):
     path = tmp_path / "child"
     child = 0
-    begin = time.monotonic()
     try:
         with LocalWorkers(_leave_a_child, 2, str(path), timeout_s=PATIENCE_S) as workers:
             eventually(path.exists, "the child", PATIENCE_S)
@@ -129,7 +128,6 @@ def test_the_end_of_a_worker_whose_child_lives_is_noticed(tmp_path):
             with pytest.raises(WorkerLost, match="worker1"):
                 workers.wait()
         os.kill(child, 0)  # it lives
-        assert time.monotonic() - begin < PATIENCE_S
     finally:
         if child:
             os.kill(child, signal.SIGKILL)
