@@ -43,8 +43,9 @@ def load(
     options: Options,
     rename: Rename = None,
     error: Exception | None = None,
+    with_empty: bool = False,
 ) -> None:
-    """`error` is what keeps this rank from it: then all raise."""
+    """`error` is what keeps this rank from it: then all raise. `with_empty` is that of `Loading`."""
     doing = "loading the optimizer's state"
     error = error or options.mistake()
     profile = Profile(options.profile if error is None else None)
@@ -66,7 +67,7 @@ def load(
             is_known=names.is_known,
             settings={"strict": strict, "budget_bytes": options.budget_bytes},
         )
-        loading = Loading(roster, given, options.group)
+        loading = Loading(roster, given, options.group, with_empty=with_empty)
         try:
             loading.prepare(strict)
         except Exception as exc:
@@ -104,9 +105,21 @@ class _Slot:
 
 
 class Loading:
-    def __init__(self, roster: Roster, given: Given, group: Group, *, in_place: bool = False) -> None:
-        """`in_place`: into the memory of the state that the optimizer has now, where that is alike. It does not survive a failure then."""
+    def __init__(
+        self,
+        roster: Roster,
+        given: Given,
+        group: Group,
+        *,
+        in_place: bool = False,
+        with_empty: bool = False,
+    ) -> None:
+        """`in_place`: into the memory of the state that the optimizer has now, where that is alike. It does not survive a failure then.
+
+        `with_empty`: also make state for empty tensors that get no gradients, as an optimizer does that makes all of its state at once.
+        """
         self._roster, self._given, self._in_place = roster, given, in_place
+        self._with_empty = with_empty
         self._rank, self._ranks = own_rank(group), size_of(group)
         self._slots = list(_slots(roster))
         self._options: list[dict[str, Any]] = []
@@ -137,13 +150,14 @@ class Loading:
         for slot in self._slots:
             if all(seat.name not in present for seat, _ in slot.members):
                 slot.is_kept = True
-            else:
+            elif any(self._has_state(seat) for seat, _ in slot.members):
                 self._fill(slot, checks[id(slot.group)], strict)
         for seat in self._roster.seats.values():
             entries = self._given.state.get(seat.name)
-            if entries and not seat.keys:
-                # Its group is on the ranks that have something of it. Groups of one optimizer mostly have the same pieces.
-                check = next(iter(checks.values()), None)
+            if entries and not self._has_state(seat):
+                # Its group may be on other ranks only. Groups of one optimizer mostly have the same pieces.
+                home = self._roster.homes.get(seat.name)
+                check = checks[id(home)] if home is not None else next(iter(checks.values()), None)
                 if check is not None and not strict:
                     entries = check.known(
                         seat.name, torch.empty([1] * len(seat.shape), dtype=seat.spread.dtype), entries
@@ -151,16 +165,23 @@ class Loading:
                 for key, entry in entries.items():
                     self._let_pass(seat, key, entry)
 
+    def _has_state(self, seat: Seat) -> bool:
+        """Whether the optimizer keeps state of a parameter here, once it has stepped. What it never steps would stay as loaded, and go stale."""
+        return bool(seat.keys) and (seat.gets_gradients or self._with_empty)
+
     def _let_pass(self, seat: Seat, key: str, entry: Entry) -> None:
         """This rank has nothing of a parameter. It may have been given some of its state, which others want."""
         if isinstance(entry, Owned):
             for rank, source in entry.tensors.items():
-                self._send(label(seat.name, key, rank), source, Shards(_returned(source, rank), []))
+                target = Shards.empty(_returned(source, rank), self._rank, None)
+                self._send(label(seat.name, key, rank), source, target)
         elif isinstance(entry, Whole):
             source = entry.spread
             if source.shape == seat.shape:
                 target = Shards(retyped(seat.spread, source.dtype), [])
-                steppers = [stepper_of(optimizer) for optimizer in self._roster.optimizers]
+                home = self._roster.homes.get(seat.name)
+                optimizers = self._roster.optimizers if home is None else [home.optimizer]
+                steppers = [stepper_of(optimizer) for optimizer in optimizers]
                 if any(dtype_for(each, seat.spread.dtype, source.dtype) != source.dtype for each in steppers):
                     self.cast.add(label(seat.name, key))
             else:
