@@ -159,8 +159,8 @@ class Loading:
             entries = self._given.state.get(seat.name)
             if entries and not self._has_state(seat):
                 # Its group may be on other ranks only. Groups of one optimizer mostly have the same pieces.
-                home = self._roster.homes.get(seat.name)
-                check = checks[id(home)] if home is not None else next(iter(checks.values()), None)
+                group = self._roster.homes.get(seat.name)
+                check = next(iter(checks.values()), None) if group is None else checks[id(group)]
                 if check is not None and not strict:
                     parameter = torch.empty([1] * len(seat.shape), dtype=seat.spread.dtype)
                     entries = _known(check, seat, parameter, entries)
