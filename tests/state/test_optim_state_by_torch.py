@@ -1,4 +1,6 @@
-"""Torch's own readers and writers on the same objects: they find what farstep finds, and each loads what the other has read."""
+"""Torch's own readers and writers on the same objects: they find what farstep finds, and each
+loads what the other has read.
+"""
 
 import pytest
 import torch
@@ -113,5 +115,6 @@ def test_by_dcps_functions(two, kind):
 
 def test_by_fsdps_functions(two):
     two.run(there_and_back, uneven.Flat, get_by_fsdp, set_by_fsdp)
-    # Of original parameters on the CPU, FSDP.optim_state_dict gives exp_avg_sq as exp_avg too (torch 2.13). DCP's reader does not.
+    # Of original parameters on the CPU, FSDP.optim_state_dict gives exp_avg_sq as exp_avg too
+    # (torch 2.13). DCP's reader does not.
     two.run(there_and_back, uneven.FlatOriginal, get_by_dcp, set_by_fsdp)

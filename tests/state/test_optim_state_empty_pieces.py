@@ -1,4 +1,6 @@
-"""Ranks that hold nothing of a parameter: they keep no state of it, and what they once had of it is not believed."""
+"""Ranks that hold nothing of a parameter: they keep no state of it, and what they once had of it
+is not believed.
+"""
 
 import pytest
 import torch
@@ -80,7 +82,9 @@ def the_same(found, wanted):
 
 
 def trained_on(folder, make, load):
-    """Three steps, saved; loaded by another, which takes three more; read, saved, and loaded again."""
+    """Three steps, saved; loaded by another, which takes three more; read, saved, and loaded
+    again.
+    """
     first = wrapped(0)
     optimizer = adam(first)
     train(first, optimizer, range(3))

@@ -1,4 +1,6 @@
-"""Pieces of state that a user keeps beside those of torch's classes: what was read loads where it came from."""
+"""Pieces of state that a user keeps beside those of torch's classes: what was read loads where it
+came from.
+"""
 
 import itertools
 
@@ -156,7 +158,9 @@ def test_on_ranks(two, tmp_path):
 
 @pytest.mark.parametrize("make", [adam, named])
 def test_what_only_the_optimizer_that_has_it_can_take(tmp_path, make):
-    """A table, a list, and a name that another class of torch's uses for its own: nothing tells a new optimizer that they are a user's."""
+    """A table, a list, and a name that another class of torch's uses for its own: nothing tells a
+    new optimizer that they are a user's.
+    """
     pieces = {
         "table": lambda p: torch.arange(5.0),
         "history": lambda p: [torch.zeros(2), "text"],
@@ -227,7 +231,9 @@ CLASSES = [
 
 
 def test_the_state_of_another_class_is_refused():
-    """Every pair of torch's classes whose pieces differ; and a class of which nobody knows anything, into one that needs nothing."""
+    """Every pair of torch's classes whose pieces differ; and a class of which nobody knows
+    anything, into one that needs nothing.
+    """
     model = layers()
     states = []
     for kind, options in CLASSES:

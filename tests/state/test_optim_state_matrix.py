@@ -20,7 +20,9 @@ def close(found, wanted, what):
 
 
 def travelling(kinds, sharded):
-    """One training that goes from kind to kind: each loads what the one before has read, takes a step, and is read."""
+    """One training that goes from kind to kind: each loads what the one before has read, takes a
+    step, and is read.
+    """
     reference = uneven.Reference()
     first = dist.get_rank() == 0
     fleet = {kind: [kind(seed=1), kind(seed=2)] for kind in dict.fromkeys(kinds)}

@@ -1,6 +1,8 @@
-"""A model that training treats unevenly, under every parallelism: of most parameters some ranks hold nothing, and not all are trained.
+"""A model that training treats unevenly, under every parallelism: of most parameters some ranks
+hold nothing, and not all are trained.
 
-The gradient of each element is a function of that element alone, and it comes from a real backward pass. So under every parallelism, training does what it does
+The gradient of each element is a function of that element alone, and it comes from a real
+backward pass. So under every parallelism, training does what it does
 in one process.
 """
 
@@ -42,7 +44,9 @@ class Layer(nn.Module):
 
 
 def _summed(p: Tensor) -> Tensor:
-    """A split parameter has the loss of the elements that are here, so that its gradient is split alike."""
+    """A split parameter has the loss of the elements that are here, so that its gradient is split
+    alike.
+    """
     here = p.to_local() if isinstance(p, DTensor) else p
     return (0.05 * here * here.abs() - 3 * here.cos()).sum()
 
@@ -53,7 +57,9 @@ def gradient(p: Tensor) -> Tensor:
 
 
 class Uneven(nn.Module):
-    """`first` is as large as all else, `one` is a single element; `frozen`, `unused`, and `sometimes`, which every second step leaves out, say what they are."""
+    """`first` is as large as all else, `one` is a single element; `frozen`, `unused`, and
+    `sometimes`, which every second step leaves out, say what they are.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -145,7 +151,9 @@ class Tp(Trained):
 
 
 class TwoD(Trained):
-    """Split, and then sharded over the other dimension of the mesh. fully_shard fails where a rank has nothing to shard: single elements are not split."""
+    """Split, and then sharded over the other dimension of the mesh. fully_shard fails where a
+    rank has nothing to shard: single elements are not split.
+    """
 
     def wrap(self, model):
         mesh = grid(self.ranks)
@@ -156,7 +164,9 @@ class TwoD(Trained):
 
 
 class Flat(Trained):
-    """FSDP1. What is trained together lies in one flat parameter; with `use_orig_params`, what is frozen lies there too."""
+    """FSDP1. What is trained together lies in one flat parameter; with `use_orig_params`, what is
+    frozen lies there too.
+    """
 
     use_orig_params = False
     strategy = ShardingStrategy.FULL_SHARD
@@ -215,7 +225,9 @@ class ZeroFsdp2(Fsdp2):
 
 
 class Strips(Trained):
-    """ShardedTensors of single rows, dealt out in turn. They cannot run, so the gradients are worked out."""
+    """ShardedTensors of single rows, dealt out in turn. They cannot run, so the gradients are
+    worked out.
+    """
 
     def wrap(self, model):
         rank = dist.get_rank()
@@ -301,7 +313,8 @@ class Reference:
 
 
 def tour(count: int, differences: Iterable[int] | None = None) -> list[int]:
-    """Numbers below `count`, such that each pair (a, a + d) comes once as neighbours, for all d of the `differences`: by default, all pairs.
+    """Numbers below `count`, such that each pair (a, a + d) comes once as neighbours, for all d
+    of the `differences`: by default, all pairs.
 
     One of the differences has no common divisor with `count`.
     """

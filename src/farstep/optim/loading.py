@@ -52,7 +52,9 @@ def _takes(new: Any, old: Any) -> bool:
 
 
 def restore_extras(optimizer: Optimizer, states: Mapping[int, State]) -> None:
-    """After the load of `states`, by number: undo what torch's load_state_dict did to extra pieces, which it casts to the parameters' dtypes."""
+    """After the load of `states`, by number: undo what torch's load_state_dict did to extra
+    pieces, which it casts to the parameters' dtypes.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, given in states.items():
         extras = {key: value for key, value in given.items() if is_extra(optimizer, key)}

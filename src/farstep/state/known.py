@@ -18,7 +18,9 @@ PIECES = NUMBERS | {
     "variance", "func_evals", "n_iter", "d", "t", "old_dirs", "old_stps", "ro", "H_diag",
     "prev_flat_grad", "prev_loss", "al",
 }  # fmt: skip
-"""The names that they have for all pieces of their state. A piece of another name is one that a user keeps beside them."""
+"""The names that they have for all pieces of their state. A piece of another name is one that a
+user keeps beside them.
+"""
 OF_SCHEDULES = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 """What torch's schedulers keep in groups."""
 

@@ -25,7 +25,9 @@ __all__ = ["as_its_class_has_it", "dtype_for", "number_for"]
 
 
 def dtype_for(stepper: Optimizer, key: str, own: torch.dtype, saved: torch.dtype) -> torch.dtype:
-    """The dtype in which a piece of state is kept. Torch's own classes keep theirs in the parameter's dtype and fail with another. Of others that is not known."""
+    """The dtype in which a piece of state is kept. Torch's own classes keep theirs in the
+    parameter's dtype and fail with another. Of others that is not known.
+    """
     is_number = saved.is_floating_point and own.is_floating_point
     return own if is_number and is_torchs(stepper) and not is_extra(stepper, key) else saved
 

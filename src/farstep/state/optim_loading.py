@@ -114,9 +114,11 @@ class Loading:
         in_place: bool = False,
         with_empty: bool = False,
     ) -> None:
-        """`in_place`: into the memory of the state that the optimizer has now, where that is alike. It does not survive a failure then.
+        """`in_place`: into the memory of the state that the optimizer has now, where that is
+        alike. It does not survive a failure then.
 
-        `with_empty`: also make state for empty tensors that get no gradients, as an optimizer does that makes all of its state at once.
+        `with_empty`: also make state for empty tensors that get no gradients, as an optimizer
+        does that makes all of its state at once.
         """
         self._roster, self._given, self._in_place = roster, given, in_place
         self._with_empty = with_empty
@@ -158,7 +160,8 @@ class Loading:
         for seat in self._roster.seats.values():
             entries = self._given.state.get(seat.name)
             if entries and not self._has_state(seat):
-                # Its group may be on other ranks only. Groups of one optimizer mostly have the same pieces.
+                # Its group may be on other ranks only. Groups of one optimizer mostly have the
+                # same pieces.
                 group = self._roster.homes.get(seat.name)
                 check = next(iter(checks.values()), None) if group is None else checks[id(group)]
                 if check is not None and not strict:
@@ -168,7 +171,9 @@ class Loading:
                     self._let_pass(seat, key, entry)
 
     def _has_state(self, seat: Seat) -> bool:
-        """Whether the optimizer keeps state of a parameter here, once it has stepped. What it never steps would stay as loaded, and go stale."""
+        """Whether the optimizer keeps state of a parameter here, once it has stepped. What it
+        never steps would stay as loaded, and go stale.
+        """
         return bool(seat.keys) and (seat.gets_gradients or self._with_empty)
 
     def _let_pass(self, seat: Seat, key: str, entry: Entry) -> None:
@@ -423,7 +428,9 @@ def _odd_of_torch() -> tuple[type[Optimizer], ...]:
 
 
 def _known(check: KeyCheck, seat: Seat, parameter: Tensor, entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    """The pieces that a class knows, and extra ones that are numbers or shaped like the parameter."""
+    """The pieces that a class knows, and extra ones that are numbers or shaped like the
+    parameter.
+    """
     return {
         key: entry
         for key, entry in check.known(seat.name, parameter, dict(entries)).items()

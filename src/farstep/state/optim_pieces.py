@@ -16,14 +16,20 @@ from farstep.state.known import NUMBERS, PIECES, is_extra, is_torchs
 __all__ = ["ADVICE_FOR_EXTRA", "KeyCheck", "is_known", "misfit_of_kind", "refuse_keys"]
 
 
-ADVICE_FOR_EXTRA = ". If {key!r} is a piece of your own beside those of the class, make it before the load: optimizer.state[p][{key!r}] = ..."
+ADVICE_FOR_EXTRA = (
+    ". If {key!r} is a piece of your own beside those of the class, make it before the load: "
+    "optimizer.state[p][{key!r}] = ..."
+)
 
 
 class KeyCheck:
-    """Whether the pieces of state are those which the class of a group's optimizer has. Asks the class once for each kind of parameter.
+    """Whether the pieces of state are those which the class of a group's optimizer has. Asks the
+    class once for each kind of parameter.
 
-    A user may keep extra pieces beside those of torch's classes (`optimizer.state[p]["ema"]`). They load into an optimizer that has them; and into one that has
-    not, if the class's own pieces are there too and none of torch's classes has a piece of that name: else the state is another class's.
+    A user may keep extra pieces beside those of torch's classes (`optimizer.state[p]["ema"]`).
+    They load into an optimizer that has them; and into one that has
+    not, if the class's own pieces are there too and none of torch's classes has a piece of that
+    name: else the state is another class's.
     """
 
     def __init__(self, optimizer: Optimizer, options: Mapping[str, Any]) -> None:
@@ -32,7 +38,9 @@ class KeyCheck:
         self._needed: dict[Any, frozenset[str] | None] = {}
 
     def __call__(self, name: str, parameter: torch.Tensor, state: State, old: Collection[str] = ()) -> None:
-        """Raise StateMismatch for pieces that are missing or another class's. `old` are those that the optimizer has of the parameter now."""
+        """Raise StateMismatch for pieces that are missing or another class's. `old` are those
+        that the optimizer has of the parameter now.
+        """
         known = self._known_of(parameter)
         if known is not None and state.keys() != set(old):
             needed, more = known
@@ -44,9 +52,11 @@ class KeyCheck:
             )
 
     def known(self, name: str, parameter: torch.Tensor, state: State) -> State:
-        """The pieces that the class knows, and extra ones. Those that it cannot step without must be there all the same.
+        """The pieces that the class knows, and extra ones. Those that it cannot step without must
+        be there all the same.
 
-        It does not matter what the optimizer has now: ranks that hold none of a parameter come to the same result.
+        It does not matter what the optimizer has now: ranks that hold none of a parameter come to
+        the same result.
         """
         known = self._known_of(parameter)
         if known is None:
@@ -79,7 +89,9 @@ class KeyCheck:
 def refuse_keys(
     name: str, missing: Iterable[str], unexpected: Collection[str], *, may_be_extra: bool = False
 ) -> None:
-    """Raise StateMismatch if there are any. `may_be_extra`: where the optimizer has unexpected ones already, it would take them."""
+    """Raise StateMismatch if there are any. `may_be_extra`: where the optimizer has unexpected
+    ones already, it would take them.
+    """
     found = {"lacks": sorted(missing), "has unexpected": sorted(unexpected)}
     said = [f"{what} {', '.join(map(repr, keys))}" for what, keys in found.items() if keys]
     if said:

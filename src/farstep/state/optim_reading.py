@@ -181,7 +181,9 @@ class _Reading:
         return [state[key] for state in self._held[seat.name] if key in state]
 
     def _number(self, seat: Seat, key: str, entry: Number) -> Any:
-        """A rank that holds none of the parameter takes the others' number: its own may be old, since nothing there is stepped."""
+        """A rank that holds none of the parameter takes the others' number: its own may be old,
+        since nothing there is stepped.
+        """
         values = self._values(seat, key)
         if values and seat.is_held_by(self._rank):
             return copied(plain_of(values[0]))

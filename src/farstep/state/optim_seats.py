@@ -62,7 +62,9 @@ class Seat:
         self.is_line = is_line
         """Whether the optimizer has some of its elements end to end, and not in the parameter's shape."""
         self.gets_gradients = gets_gradients
-        """False where a rank holds none of the parameter and its wrapper gives the empty tensor no gradient: the optimizer never makes state there."""
+        """False where a rank holds none of the parameter and its wrapper gives the empty tensor
+        no gradient: the optimizer never makes state there.
+        """
         self._is_dtensor = is_dtensor
         """Whether the optimizer's state is DTensors."""
         self._kind = type(keys[0].data) if is_dtensor and keys else Tensor
@@ -82,7 +84,9 @@ class Seat:
         return self.keys[0].device if self.keys else None
 
     def is_held_by(self, rank: int) -> bool:
-        """Whether this rank's state of the parameter counts. All that lie in a flat parameter share one state, which every rank steps."""
+        """Whether this rank's state of the parameter counts. All that lie in a flat parameter
+        share one state, which every rank steps.
+        """
         return self.is_flat or rank in self.spread.ranks
 
     def is_like(self, number: int, value: Tensor) -> bool:
