@@ -1,11 +1,12 @@
 """A model and its optimizer, saved under one parallelism and loaded under another, go on as if nothing had happened."""
 
+import shutil
+
 import pytest
 import torch
 import torch.distributed as dist
-from state import training
-from state.holdings import Net
-from state.training import KINDS, Trained, reference
+from state import training, uneven
+from state.training import Trained, reference
 from torch import nn
 
 from farstep import checkpoint
@@ -17,7 +18,7 @@ def close(found, wanted, what):
     assert set(found) == set(wanted)
     for name, value in wanted.items():
         torch.testing.assert_close(
-            found[name], value, rtol=1e-6, atol=1e-7, msg=lambda m, n=name: f"{what} {n}: {m}"
+            found[name], value, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{what} {n}: {m}"
         )
 
 
@@ -25,47 +26,49 @@ def state_of(each: Trained) -> dict:
     return {"model": each.model, "optim": each.optimizer, "steps": 2}
 
 
-def every_kind_saved(folder: str) -> None:
-    for kind in KINDS:
-        each = kind()
-        each.train(2)
-        checkpoint.save(state_of(each), f"{folder}/{kind.__name__}")
+_fleet: dict[type[uneven.Trained], list[uneven.Trained]] = {}
+"""Of each kind two, which are kept between the steps."""
 
 
-def every_pair_loaded(folder: str, half: bool) -> None:
-    parameters, _ = reference(3)
-    targets = [kind(seed=1) for kind in KINDS]
-    for number, kind in enumerate(KINDS):
-        for other, target in enumerate(targets):
-            if half and (number + other) % 2:
-                continue
-            state = state_of(target) | {"steps": 0}
-            assert not checkpoint.load(state, f"{folder}/{kind.__name__}")
-            assert state["steps"] == 2
-            target.train(1)
-            close(target.whole(), parameters, f"{kind.__name__} -> {type(target).__name__}:")
+def taken_one_step(step: int, kind: type[uneven.Trained], before: str | None, after: str) -> None:
+    """Load what the kind before has saved, train, and save."""
+    fleet = _fleet.setdefault(kind, [kind(seed=1), kind(seed=2)])
+    each = kind(seed=0) if before is None else fleet[step % 2]
+    if before is not None:
+        if step % 3 == 0:
+            each.optimizer = each.optimized()  # in other steps it has the state of an earlier visit
+        state = {"model": each.model, "optim": each.optimizer, "steps": 0}
+        assert not checkpoint.load(state, before)
+        assert state["steps"] == step
+    each.train(step)
+    checkpoint.save({"model": each.model, "optim": each.optimizer, "steps": step + 1}, after)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_every_kind_to_every_kind(two, four, tmp_path):
-    two.run(every_kind_saved, f"{tmp_path}/two", timeout_s=55)
-    two.run(every_pair_loaded, f"{tmp_path}/two", False, timeout_s=55)
-    four.run(every_pair_loaded, f"{tmp_path}/two", True, timeout_s=55)
-
-
-@pytest.mark.slow
-def test_from_four_ranks_to_two_and_to_one(two, four, tmp_path):
-    four.run(every_kind_saved, str(tmp_path), timeout_s=55)
-    two.run(every_pair_loaded, str(tmp_path), True, timeout_s=55)
-    parameters, state = reference(2)
-    for kind in KINDS:
-        model = Net(1)
-        optimizer = torch.optim.AdamW(model.parameters())
-        checkpoint.load({"model": model, "optim": optimizer, "steps": 0}, tmp_path / kind.__name__)
-        for name, p in model.named_parameters():
-            close({"": p.detach()}, {"": parameters[name]}, f"{kind.__name__} {name}")
-            close(optimizer.state[p], state[name], f"{kind.__name__} {name}")
+    """One training goes from kind to kind and between two and four ranks. One process that has
+    trained through loads what each has saved.
+    """
+    reference = uneven.Reference()
+    plain = uneven.Plain(seed=3)
+    kinds = [uneven.KINDS[number] for number in uneven.tour(len(uneven.KINDS))]
+    before = None
+    for step, kind in enumerate(kinds):
+        after = f"{tmp_path}/{step}"
+        (four if step % 8 > 5 else two).run(taken_one_step, step, kind, before, after)
+        what = f"step {step}, {kinds[step - 1].__name__} -> {kind.__name__}:"
+        parameters, wanted = reference.after(step + 1)
+        checkpoint.load({"model": plain.model, "optim": plain.optimizer, "steps": 0}, after)
+        close(plain.whole(), parameters, what)
+        state = plain.optimizer.state
+        found = {name: state[p] for name, p in plain.model.named_parameters() if state.get(p)}
+        assert set(found) == set(wanted), what
+        for name, values in wanted.items():
+            close(found[name], values, f"{what} {name}")
+        if before is not None:
+            shutil.rmtree(before)
+        before = after
 
 
 @pytest.mark.parametrize("kind", ["Fsdp2", "Flat", "TwoD", "Zero"])

@@ -4,64 +4,72 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor
 
 from farstep.state import Shards, load_optim_state_dict, optim_state_dict
-from state import training
+from state import training, uneven
 from state.holdings import Net
-from state.training import KINDS, Flat, FlatOriginal, Fsdp2, Strips, TwoD, Zero, bits_of, reference
+from state.training import Flat, FlatOriginal, Fsdp2, Strips, TwoD, Zero, bits_of, reference
 
 
 def close(found, wanted, what):
     assert set(found) == set(wanted)
     for name, value in wanted.items():
         torch.testing.assert_close(
-            found[name], value, rtol=1e-6, atol=1e-7, msg=lambda m, n=name: f"{what} {n}: {m}"
+            found[name], value, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{what} {n}: {m}"
         )
 
 
-def every_pair(sharded):
-    """Each kind's state, saved after two steps, is loaded by each kind, which takes the third. Full states go in turn by all ranks and by the first."""
-    _, wanted = reference(2)
-    parameters, _ = reference(3)
+def travelling(kinds, sharded):
+    """One training that goes from kind to kind: each loads what the one before has read, takes a
+    step, and is read.
+    """
+    reference = uneven.Reference()
     first = dist.get_rank() == 0
-    trained = [kind() for kind in KINDS]
-    targets = [kind(seed=1) for kind in KINDS]
-    for number, each in enumerate(trained):
-        each.train(2)
-        source = type(each).__name__
-        before = bits_of(each.optimizer)
-        state = optim_state_dict(each.model, each.optimizer, full=not sharded)
+    fleet = {kind: [kind(seed=1), kind(seed=2)] for kind in dict.fromkeys(kinds)}
+    here = kinds[0](seed=0)
+    state, by_first = optim_state_dict(here.model, here.optimizer, full=not sharded), False
+    for step, kind in enumerate(kinds[1:]):
+        there = next(each for each in fleet[kind] if each is not here)
+        if step % 3 == 0:
+            there.optimizer = there.optimized()  # in other steps it has the state of an earlier visit
+        what = f"step {step}, {type(here).__name__} -> {kind.__name__}:"
+        load_optim_state_dict(there.model, there.optimizer, state, broadcast_from_rank0=by_first)
+        there.take_parameters(here)
+        there.train(step)
+        parameters, wanted = reference.after(step + 1)
+        close(there.whole(), parameters, what)
+        before = bits_of(there.optimizer)
+        by_first = not sharded and step % 2 == 0
+        state = optim_state_dict(there.model, there.optimizer, full=not sharded, rank0_only=by_first)
+        whole = state
         if sharded:
-            of_dtensors = source in ("Fsdp2", "Hsdp2", "Tp", "TwoD", "ShardedFsdp2")
-            assert isinstance(
-                state["state"]["first.weight"]["exp_avg"], DTensor if of_dtensors else Shards
-            ), source
-        else:
+            assert {name: each["step"] for name, each in state["state"].items()} == {
+                name: each["step"] for name, each in wanted.items()
+            }, what
+            whole = optim_state_dict(there.model, there.optimizer, full=True) if step % 3 == 0 else None
+        assert bits_of(there.optimizer) == before, f"{what} was changed by reading"
+        if by_first and not first:
+            assert whole == {}, what
+        elif whole is not None:
+            assert set(whole["state"]) == set(wanted), what
             for name, values in wanted.items():
-                close(state["state"][name], values, f"{source} {name}")
-            alone = optim_state_dict(each.model, each.optimizer, full=True, rank0_only=True)
-            assert list(alone) == (["state", "param_groups"] if first else [])
-        assert bits_of(each.optimizer) == before, f"{source} was changed by reading"
-        for other, target in enumerate(targets):
-            if sharded and (number + other) % 2:
-                continue  # two ranks have all pairs
-            by_first = not sharded and (number + other) % 2 == 0
-            given = alone if by_first else state
-            load_optim_state_dict(target.model, target.optimizer, given, broadcast_from_rank0=by_first)
-            target.take_parameters(each)
-            target.train(1)
-            close(target.whole(), parameters, f"{source} -> {type(target).__name__}:")
+                close(whole["state"][name], values, f"{what} {name}")
+        here = there
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(180)
 def test_every_kind_to_every_kind_on_two_ranks_whole(two):
-    two.run(every_pair, False, timeout_s=50)
+    kinds = [uneven.KINDS[number] for number in uneven.tour(len(uneven.KINDS))]
+    two.run(travelling, kinds, False, timeout_s=170)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(180)
 def test_every_second_pair_on_four_ranks_in_shards(four):
-    four.run(every_pair, True, timeout_s=55)
+    count = len(uneven.KINDS)
+    kinds = [uneven.KINDS[number] for number in uneven.tour(count, range(1, count, 2))]
+    four.run(travelling, kinds, True, timeout_s=170)
 
 
 def saved(kind, full):

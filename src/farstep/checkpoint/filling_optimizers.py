@@ -18,7 +18,7 @@ from farstep.checkpoint.stored_values import read_values
 from farstep.checkpoint.tree import PerRank, TensorAt, decode, joined
 from farstep.errors import CheckpointMismatch, DamagedCheckpoint, StateMismatch
 from farstep.state import Box, Spread
-from farstep.state.known import is_torchs
+from farstep.state.known import is_extra, is_torchs
 from farstep.state.optim_entries import Number, label, put_together, taken_apart
 from farstep.state.optim_given import Given, Owned, Whole
 from farstep.state.optim_loading import Loading
@@ -112,7 +112,7 @@ class OptimizerFilling:
         stepper = stepper_of(self._optimizer)
         is_alike = is_torchs(stepper) and not isinstance(stepper, torch.optim.Adafactor | torch.optim.LBFGS)
         for key, entry in entries.items():
-            if not isinstance(entry, Whole) or entry.spread.shape == seat.shape:
+            if not isinstance(entry, Whole) or entry.spread.shape == seat.shape or is_extra(stepper, key):
                 continue
             shape = entry.spread.shape
             is_cut = 1 < len(shape) == len(seat.shape) and any(

@@ -14,7 +14,8 @@ from farstep.errors import StateMismatch
 from farstep.optim import fast
 from farstep.optim.fast import NUMBERS
 from farstep.state.first_step import attributes_of
-from farstep.state.optim_pieces import is_known, misfit_of_kind
+from farstep.state.known import is_extra
+from farstep.state.optim_pieces import ADVICE_FOR_EXTRA, is_known, misfit_of_kind
 
 __all__ = [
     "State",
@@ -77,6 +78,7 @@ def fitted(
             raise StateMismatch(
                 f"the state {key!r} of parameter {name!r} {wrong}, which does not fit the parameter's{where}, "
                 f"{tuple(parameter.shape)}; nothing has been loaded"
+                + (ADVICE_FOR_EXTRA.format(key=key) if is_extra(optimizer, key) else "")
             )
         if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
             laid_out[key] = _laid_out(value, parameter)
@@ -93,6 +95,9 @@ def _misfit(optimizer: Optimizer, parameter: torch.Tensor, key: str, value: Any,
     wrong = misfit_of_kind(optimizer, key, value)
     if wrong or not is_known(optimizer) or key in NUMBERS or value is None:
         return wrong
+    if is_extra(optimizer, key):
+        is_odd = is_tensor and value.dim() and value.shape != parameter.shape
+        return f"has shape {tuple(value.shape)}" if is_odd and now is None else None
     if value.layout is not torch.strided:
         return f"is {value.layout}"
     if isinstance(optimizer, torch.optim.Adafactor):

@@ -11,9 +11,10 @@ from torch.optim import Optimizer
 from farstep.optim import fast
 from farstep.optim.fitting import State, local_shards, twin_of
 from farstep.optim.groups import copied
+from farstep.state.known import is_extra
 from farstep.state.optim_pieces import KeyCheck, refuse_keys
 
-__all__ = ["KeyCheck", "put", "refuse_keys", "rehearse", "untangled"]
+__all__ = ["KeyCheck", "put", "refuse_keys", "rehearse", "restore_extras", "untangled"]
 
 
 def untangled(new: State, old: Mapping[str, Any], live: set[int]) -> State:
@@ -48,6 +49,17 @@ def _takes(new: Any, old: Any) -> bool:
         and new.stride() == old.stride()
         and getattr(new, "placements", None) == getattr(old, "placements", None)
     )
+
+
+def restore_extras(optimizer: Optimizer, states: Mapping[int, State]) -> None:
+    """After the load of `states`, by number: undo what torch's load_state_dict did to extra
+    pieces, which it casts to the parameters' dtypes.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, given in states.items():
+        extras = {key: value for key, value in given.items() if is_extra(optimizer, key)}
+        if extras:
+            optimizer.state[parameters[number]].update(extras)
 
 
 def rehearse(optimizer: Optimizer, packed: dict[str, Any]) -> None:

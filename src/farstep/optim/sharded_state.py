@@ -17,13 +17,14 @@ from farstep.errors import LayoutError, OptimError, StateError, StateMismatch
 from farstep.optim import fast
 from farstep.optim.elementwise import ELEMENTWISE
 from farstep.optim.fitting import is_known, misfit_of_kind, twin_of
-from farstep.optim.loading import KeyCheck
+from farstep.optim.loading import KeyCheck, restore_extras
 from farstep.optim.members import Local, Member
 from farstep.optim.sharded_seats import seat_of
 from farstep.optim.state_dicts import Plan, by_its_names, options_and_states, plan_load
 from farstep.state import Shards, Spread
 from farstep.state.adapters.ranks import own_rank, size_of
 from farstep.state.council import agree
+from farstep.state.known import is_extra
 from farstep.state.optim_entries import Number, copied, label
 from farstep.state.optim_given import Given, Owned, given_to
 from farstep.state.optim_moving import Options, move
@@ -194,7 +195,9 @@ class _Loading:
             for member in members:
                 entries = self._plan.states.get(member.name)
                 if entries and strict:
-                    check(member.name, member.parameter, entries)
+                    if member.shadows:
+                        old = optimizer._inner.state.get(member.shadows[0]) or {}
+                        check(member.name, member.parameter, entries, old.keys())
                 elif entries:
                     entries = check.known(member.name, member.parameter, entries)
                 if entries:
@@ -211,7 +214,13 @@ class _Loading:
         if isinstance(entry, Number):
             is_tensor = entry.dtype is not None
             self._refuse(member, key, misfit_of_kind(inner, key, _like(()) if is_tensor else entry.value))
-            if is_tensor and is_known(inner) and key not in fast.NUMBERS and member.shape:
+            if (
+                is_tensor
+                and is_known(inner)
+                and key not in fast.NUMBERS
+                and not is_extra(inner, key)
+                and member.shape
+            ):
                 self._refuse(member, key, f"is {entry.value!r}")
             return [_number(entry) for _ in member.shadows]
         if isinstance(entry, Owned):
@@ -222,7 +231,7 @@ class _Loading:
         if shape == member.shape:
             made = [torch.empty_like(s, dtype=dtype, requires_grad=False) for s in member.shadows]
             self.targets[text] = member.shards(made, dtype)
-        elif member.takes_any_shape and type(inner) not in ELEMENTWISE:
+        elif member.takes_any_shape and (type(inner) not in ELEMENTWISE or is_extra(inner, key)):
             made = [torch.empty(shape, dtype=dtype, device=s.device) for s in member.shadows]
             holders = self._ranks if member.owner is None else [member.owner]
             self.targets[text] = Shards(Spread.whole(shape, dtype, holders), made)
@@ -261,6 +270,7 @@ class _Loading:
             twin.load_state_dict(
                 {"state": state if fast.is_torchs(inner) else copied(state), "param_groups": groups}
             )
+            restore_extras(twin, state)
         return twin
 
 

@@ -12,7 +12,7 @@ from farstep.optim import fast
 from farstep.optim.fitting import State, fitted
 from farstep.optim.groups import copied
 from farstep.optim.keyed import KeyedOptimizer
-from farstep.optim.loading import KeyCheck, put, rehearse, untangled
+from farstep.optim.loading import KeyCheck, put, rehearse, restore_extras, untangled
 from farstep.optim.names import group_of, named, without_ties
 from farstep.optim.state_dicts import rekey
 
@@ -87,7 +87,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
                 else:
                     new = fitted(optimizer, name, parameter, plan.states.get(name), old) or {}
                     if new and strict:
-                        check(name, parameter, new)
+                        check(name, parameter, new, old.keys())
                     elif new:
                         # Of another class's state nothing may be left: then the parameter keeps its own.
                         new = check.known(name, parameter, new) or dict(old)
@@ -101,6 +101,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
             before = dict(optimizer.state)
             optimizer.load_state_dict(packed)
             if is_torchs:  # they take the tensors that they are given
+                restore_extras(optimizer, states)
                 for parameter, state in optimizer.state.items():
                     old = before.get(parameter, {})
                     state.update({key: put(value, old.get(key)) for key, value in state.items()})

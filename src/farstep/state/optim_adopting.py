@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from farstep.errors import StateMismatch
 from farstep.state.adapters import like
 from farstep.state.first_step import attributes_of
-from farstep.state.known import NUMBERS, is_torchs
+from farstep.state.known import NUMBERS, is_extra, is_torchs
 from farstep.state.optim_entries import Number, copied
 from farstep.state.optim_options import stepper_of
 from farstep.state.optim_seats import Seat
@@ -24,10 +24,12 @@ from farstep.state.optim_seats import Seat
 __all__ = ["as_its_class_has_it", "dtype_for", "number_for"]
 
 
-def dtype_for(stepper: Optimizer, own: torch.dtype, saved: torch.dtype) -> torch.dtype:
-    """Torch's own classes keep such state in the parameter's dtype and fail with another. Of others that is not known."""
+def dtype_for(stepper: Optimizer, key: str, own: torch.dtype, saved: torch.dtype) -> torch.dtype:
+    """The dtype in which a piece of state is kept. Torch's own classes keep theirs in the
+    parameter's dtype and fail with another. Of others that is not known.
+    """
     is_number = saved.is_floating_point and own.is_floating_point
-    return own if is_number and is_torchs(stepper) else saved
+    return own if is_number and is_torchs(stepper) and not is_extra(stepper, key) else saved
 
 
 def number_for(

@@ -61,7 +61,14 @@ def for_load(
     else:
         options = Options(group)
         load(
-            model, stand_in, state, strict=True, broadcast_from_rank0=from_rank0, options=options, error=error
+            model,
+            stand_in,
+            state,
+            strict=True,
+            broadcast_from_rank0=from_rank0,
+            options=options,
+            error=error,
+            with_empty=with_empty,
         )
     return _packed(stand_in, with_empty)
 

@@ -16,7 +16,7 @@ from farstep.state.adapters import like, local_tensors
 from farstep.state.adapters.ranks import Group, own_rank, size_of
 from farstep.state.adapters.values import replicated
 from farstep.state.council import agree
-from farstep.state.known import NUMBERS, is_torchs
+from farstep.state.known import NUMBERS, is_extra, is_torchs
 from farstep.state.layout import Spread
 from farstep.state.optim_adopting import as_its_class_has_it, dtype_for, number_for
 from farstep.state.optim_entries import Number, copied, label, union
@@ -24,7 +24,7 @@ from farstep.state.optim_given import Entry, Given, Owned, Whole, given_to
 from farstep.state.optim_moving import Options, moved
 from farstep.state.optim_names import Rename, Translation
 from farstep.state.optim_options import check_names, options_for, stepper_of
-from farstep.state.optim_pieces import KeyCheck, is_known, misfit_of_kind
+from farstep.state.optim_pieces import ADVICE_FOR_EXTRA, KeyCheck, is_known, misfit_of_kind
 from farstep.state.optim_profile import Profile
 from farstep.state.optim_roster import Optimizers, Roster, Seated, SeatGroup, roster_of
 from farstep.state.optim_seats import Seat, retyped
@@ -43,8 +43,9 @@ def load(
     options: Options,
     rename: Rename = None,
     error: Exception | None = None,
+    with_empty: bool = False,
 ) -> None:
-    """`error` is what keeps this rank from it: then all raise."""
+    """`error` is what keeps this rank from it: then all raise. `with_empty` is that of `Loading`."""
     doing = "loading the optimizer's state"
     error = error or options.mistake()
     profile = Profile(options.profile if error is None else None)
@@ -66,7 +67,7 @@ def load(
             is_known=names.is_known,
             settings={"strict": strict, "budget_bytes": options.budget_bytes},
         )
-        loading = Loading(roster, given, options.group)
+        loading = Loading(roster, given, options.group, with_empty=with_empty)
         try:
             loading.prepare(strict)
         except Exception as exc:
@@ -104,9 +105,23 @@ class _Slot:
 
 
 class Loading:
-    def __init__(self, roster: Roster, given: Given, group: Group, *, in_place: bool = False) -> None:
-        """`in_place`: into the memory of the state that the optimizer has now, where that is alike. It does not survive a failure then."""
+    def __init__(
+        self,
+        roster: Roster,
+        given: Given,
+        group: Group,
+        *,
+        in_place: bool = False,
+        with_empty: bool = False,
+    ) -> None:
+        """`in_place`: into the memory of the state that the optimizer has now, where that is
+        alike. It does not survive a failure then.
+
+        `with_empty`: also make state for empty tensors that get no gradients, as an optimizer
+        does that makes all of its state at once.
+        """
         self._roster, self._given, self._in_place = roster, given, in_place
+        self._with_empty = with_empty
         self._rank, self._ranks = own_rank(group), size_of(group)
         self._slots = list(_slots(roster))
         self._options: list[dict[str, Any]] = []
@@ -137,31 +152,45 @@ class Loading:
         for slot in self._slots:
             if all(seat.name not in present for seat, _ in slot.members):
                 slot.is_kept = True
-            else:
+            elif any(self._has_state(seat) for seat, _ in slot.members):
                 self._fill(slot, checks[id(slot.group)], strict)
+            else:
+                stepper = stepper_of(slot.group.optimizer)
+                slot.state = {key: value for key, value in slot.old.items() if is_extra(stepper, key)}
         for seat in self._roster.seats.values():
             entries = self._given.state.get(seat.name)
-            if entries and not seat.keys:
-                # Its group is on the ranks that have something of it. Groups of one optimizer mostly have the same pieces.
-                check = next(iter(checks.values()), None)
+            if entries and not self._has_state(seat):
+                # Its group may be on other ranks only. Groups of one optimizer mostly have the
+                # same pieces.
+                group = self._roster.homes.get(seat.name)
+                check = next(iter(checks.values()), None) if group is None else checks[id(group)]
                 if check is not None and not strict:
-                    entries = check.known(
-                        seat.name, torch.empty([1] * len(seat.shape), dtype=seat.spread.dtype), entries
-                    )
+                    parameter = torch.empty([1] * len(seat.shape), dtype=seat.spread.dtype)
+                    entries = _known(check, seat, parameter, entries)
                 for key, entry in entries.items():
                     self._let_pass(seat, key, entry)
+
+    def _has_state(self, seat: Seat) -> bool:
+        """Whether the optimizer keeps state of a parameter here, once it has stepped. What it
+        never steps would stay as loaded, and go stale.
+        """
+        return bool(seat.keys) and (seat.gets_gradients or self._with_empty)
 
     def _let_pass(self, seat: Seat, key: str, entry: Entry) -> None:
         """This rank has nothing of a parameter. It may have been given some of its state, which others want."""
         if isinstance(entry, Owned):
             for rank, source in entry.tensors.items():
-                self._send(label(seat.name, key, rank), source, Shards(_returned(source, rank), []))
+                target = Shards.empty(_returned(source, rank), self._rank, None)
+                self._send(label(seat.name, key, rank), source, target)
         elif isinstance(entry, Whole):
             source = entry.spread
             if source.shape == seat.shape:
                 target = Shards(retyped(seat.spread, source.dtype), [])
-                steppers = [stepper_of(optimizer) for optimizer in self._roster.optimizers]
-                if any(dtype_for(each, seat.spread.dtype, source.dtype) != source.dtype for each in steppers):
+                home = self._roster.homes.get(seat.name)
+                optimizers = self._roster.optimizers if home is None else [home.optimizer]
+                steppers = [stepper_of(optimizer) for optimizer in optimizers]
+                own = seat.spread.dtype
+                if any(dtype_for(each, key, own, source.dtype) != source.dtype for each in steppers):
                     self.cast.add(label(seat.name, key))
             else:
                 target = self._everywhere(source, None)
@@ -172,11 +201,14 @@ class Loading:
         keys = union(states)
         if not keys:
             return
-        name = slot.members[0][0].name
         if strict:
-            check(name, slot.key, dict.fromkeys(keys))
+            check(slot.members[0][0].name, slot.key, dict.fromkeys(keys), slot.old.keys())
         else:
-            keys = list(check.known(name, slot.key, dict.fromkeys(keys)))
+            states = [
+                _known(check, seat, slot.key, state) if state else state
+                for (seat, _), state in zip(slot.members, states, strict=True)
+            ]
+            keys = union(states)
             slot.is_kept = not keys  # of another class's state nothing is left
         without = [seat.name for (seat, _), state in zip(slot.members, states, strict=True) if not state]
         if without and strict:
@@ -237,7 +269,7 @@ class Loading:
         old = slot.old.get(key)
         device = old.device if isinstance(old, Tensor) else None
         seat, number = slot.members[0]
-        wanted = dtype_for(stepper_of(slot.group.optimizer), slot.key.dtype, dtype)
+        wanted = dtype_for(stepper_of(slot.group.optimizer), key, slot.key.dtype, dtype)
         if self._in_place and isinstance(old, Tensor) and old.dtype == wanted and seat.is_like(number, old):
             made = old
         else:
@@ -300,6 +332,7 @@ class Loading:
                 f"the state {key!r} of parameter {seat.name!r} has shape {shape}, which does not fit the parameter's, {seat.shape}"
                 + (f", nor what the optimizer has now, {tuple(old.shape)}" if isinstance(old, Tensor) else "")
                 + "; nothing has been loaded"
+                + (ADVICE_FOR_EXTRA.format(key=key) if old is None and is_extra(stepper, key) else "")
             )
 
     def _owned(self, slot: _Slot, key: str, entries: Sequence[Owned]) -> Tensor:
@@ -394,10 +427,23 @@ def _odd_of_torch() -> tuple[type[Optimizer], ...]:
     return tuple(getattr(torch.optim, name) for name in ("Adafactor", "LBFGS") if hasattr(torch.optim, name))
 
 
+def _known(check: KeyCheck, seat: Seat, parameter: Tensor, entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """The pieces that a class knows, and extra ones that are numbers or shaped like the
+    parameter.
+    """
+    return {
+        key: entry
+        for key, entry in check.known(seat.name, parameter, dict(entries)).items()
+        if not is_extra(check.optimizer, key)
+        or isinstance(entry, Number)
+        or (isinstance(entry, Whole) and entry.spread.shape == seat.shape)
+    }
+
+
 def _check_kind(slot: _Slot, seat: Seat, key: str, entry: Entry) -> None:
     """Of torch's own classes it is known which pieces are numbers, and that all others are tensors of the parameter's dtype or one like it."""
     stepper = stepper_of(slot.group.optimizer)
-    if not is_known(stepper) or isinstance(entry, Owned):
+    if not is_known(stepper) or isinstance(entry, Owned) or is_extra(stepper, key):
         return
     if isinstance(entry, Number):
         is_tensor = entry.dtype is not None

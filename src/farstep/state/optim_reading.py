@@ -151,9 +151,10 @@ class _Reading:
             if isinstance(entry, Number):
                 found = self._number(seat, key, entry)
             elif isinstance(entry, Owned):
-                found = RankOwned(seat.spread, {self._rank: plain_of(values[0])} if values else {})
+                is_here = values and self._rank in entry.tensors
+                found = RankOwned(seat.spread, {self._rank: plain_of(values[0])} if is_here else {})
             elif isinstance(entry, Nested):
-                if not values:
+                if self._rank not in self._schema.holders[seat.name, key]:
                     continue
                 found = put_together(entry.frame, [each.detach() for each in taken_apart(values[0])[1]])
             elif isinstance(entry, Shaped) and (values or not seat.keys):
@@ -180,10 +181,16 @@ class _Reading:
         return [state[key] for state in self._held[seat.name] if key in state]
 
     def _number(self, seat: Seat, key: str, entry: Number) -> Any:
+        """A rank that holds none of the parameter takes the others' number: its own may be old,
+        since nothing there is stepped.
+        """
         values = self._values(seat, key)
-        if values:
+        if values and seat.is_held_by(self._rank):
             return copied(plain_of(values[0]))
-        return copied(entry.value) if entry.dtype is None else torch.tensor(entry.value, dtype=entry.dtype)
+        if entry.dtype is None:
+            return copied(entry.value)
+        device = values[0].device if values and isinstance(values[0], Tensor) else None
+        return torch.tensor(entry.value, dtype=entry.dtype, device=device)
 
     def _shards(self, seat: Seat, key: str, entry: Shaped | Odd) -> Shards:
         if isinstance(entry, Odd):

@@ -47,6 +47,7 @@ class Seat:
         is_flat: bool = False,
         is_dtensor: bool = False,
         is_line: bool = False,
+        gets_gradients: bool = True,
         form: Callable[[Sequence[Tensor], torch.dtype], Any] | None = None,
         fresh: Callable[[int, torch.dtype, torch.device], Tensor] | None = None,
     ) -> None:
@@ -60,6 +61,10 @@ class Seat:
         """Whether others lie in the same tensor."""
         self.is_line = is_line
         """Whether the optimizer has some of its elements end to end, and not in the parameter's shape."""
+        self.gets_gradients = gets_gradients
+        """False where a rank holds none of the parameter and its wrapper gives the empty tensor
+        no gradient: the optimizer never makes state there.
+        """
         self._is_dtensor = is_dtensor
         """Whether the optimizer's state is DTensors."""
         self._kind = type(keys[0].data) if is_dtensor and keys else Tensor
@@ -77,6 +82,12 @@ class Seat:
     @property
     def device(self) -> torch.device | None:
         return self.keys[0].device if self.keys else None
+
+    def is_held_by(self, rank: int) -> bool:
+        """Whether this rank's state of the parameter counts. All that lie in a flat parameter
+        share one state, which every rank steps.
+        """
+        return self.is_flat or rank in self.spread.ranks
 
     def is_like(self, number: int, value: Tensor) -> bool:
         """Whether a state under the key of this number is shaped like the parameter."""

@@ -107,6 +107,7 @@ class FlatParameter:
             functools.partial(self._piece_views, name),
             requires_grad=original.requires_grad,
             is_line=self.layout.shard_count > 1,
+            gets_gradients=self.layout.shard_count == 1 or last > first,
             fresh=lambda _, dtype, device: (
                 torch.empty(shape, dtype=dtype, device=device)
                 if self.layout.shard_count > 1
