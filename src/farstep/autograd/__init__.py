@@ -52,7 +52,16 @@ if _TYPE_CHECKING:
 else:
     _import_when_used(__name__, {"picture": "draw graph"})
 
-__all__ = ["backward", "backward_async", "context", "draw", "get_gradients", "graph", "populate_grad"]
+__all__ = [
+    "backward",
+    "backward_async",
+    "context",
+    "draw",
+    "get_gradients",
+    "graph",
+    "is_available",
+    "populate_grad",
+]
 
 
 def is_available() -> bool:
