@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from bench import startup
 from bench.rounds import Figures, Results
 from bench.rows import PLANNING_SERIES, SERIES, Row
 
@@ -91,6 +92,13 @@ def tables(rows: Sequence[Row], results: Results, facts: Facts, verdicts: dict[s
             "## A step against the same update in one process",
             "The target is for the time in one process, with all cores, divided by that of the step.",
             table(of("local"), results, facts, verdicts),
+        ]
+    if of("startup"):
+        parts += [
+            "## Start",
+            "CPU time of a process that imports these and ends, with bytecode on the disk: the least of "
+            f"{startup.PAIRS} in a round.",
+            table(of("startup"), results, facts, verdicts),
         ]
     if of("growth"):
         parts += ["## How the cost of a pass grows", *growths(SERIES, rows, results, facts)]

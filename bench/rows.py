@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bench import gradients, models, planning, training
+from bench import gradients, models, planning, startup, training
 from bench.group import Group
 
 Measure = Callable[[Group], tuple[float, ...]]
@@ -202,6 +202,24 @@ LOCAL = [
         columns=("in one process, fused", "farstep"),
     ),
 ]
+STARTUP_TARGET = 0.95
+"""At most 5 % more CPU time than torch's own."""
+STARTUP = [
+    Row(
+        f"startup-{key}",
+        title,
+        startup.paired_imports(key),
+        world_size=1,
+        target=STARTUP_TARGET,
+        section="startup",
+        alone=True,
+        columns=("torch alone", "farstep"),
+    )
+    for key, title in (
+        ("rpc", "`import torch`, then rpc"),
+        ("all", "`import torch`, then rpc, autograd and DistributedOptimizer"),
+    )
+]
 
 PLANNING_BUDGET_S = 1.0
 _SHARDS = f"{planning.TENSORS:,} tensors of {planning.SHARDS:,} shards into {planning.NEW_SHARDS:,}"
@@ -242,5 +260,5 @@ SERIES: dict[str, dict[int, str]] = {
 }
 """What the cost is shown to grow with: the keys of rows, by how much of it they have."""
 
-ROWS = [*CALLS, *GRADIENTS, *MODES, *GROWTH, *TRAINING, *LOCAL, *PLANNING]
+ROWS = [*CALLS, *GRADIENTS, *MODES, *GROWTH, *TRAINING, *LOCAL, *STARTUP, *PLANNING]
 SECTIONS = list(dict.fromkeys(row.section for row in ROWS))

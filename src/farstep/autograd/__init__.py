@@ -6,6 +6,9 @@ with autograd.context() as context_id:
     gradients = autograd.get_gradients(context_id)      # leaf -> gradient; `.grad` is not touched
 """
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from farstep._lazy import import_when_used as _import_when_used
 from farstep.autograd import reduced as _reduced
 from farstep.autograd.api import (
     _current_context as _current_context,
@@ -41,11 +44,24 @@ from farstep.autograd.api import (
 )
 from farstep.autograd.context import Context as DistAutogradContext  # noqa: F401  torch's name for it
 from farstep.autograd.link import Link
-from farstep.autograd.picture import draw, graph
 from farstep.rpc import extension as _extension
 from farstep.rpc import rref as _rref
 
-__all__ = ["backward", "backward_async", "context", "draw", "get_gradients", "graph", "populate_grad"]
+if _TYPE_CHECKING:
+    from farstep.autograd.picture import draw, graph
+else:
+    _import_when_used(__name__, {"picture": "draw graph"})
+
+__all__ = [
+    "backward",
+    "backward_async",
+    "context",
+    "draw",
+    "get_gradients",
+    "graph",
+    "is_available",
+    "populate_grad",
+]
 
 
 def is_available() -> bool:

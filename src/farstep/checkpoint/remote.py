@@ -14,9 +14,6 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-import fsspec  # type: ignore[import-untyped]
-import fsspec.asyn  # type: ignore[import-untyped]
-
 from farstep.checkpoint.storage import (
     MOST_READ_BYTES,
     Buffer,
@@ -65,7 +62,7 @@ class RemoteStorage(Storage):
         if protocol in ("s3", "s3a"):
             given["config_kwargs"] = {**_S3, **given.get("config_kwargs", {})}
         try:
-            self._files, self._path = fsspec.core.url_to_fs(self.url, **given)
+            self._files, self._path = _fsspec().core.url_to_fs(self.url, **given)
         except (ImportError, ValueError, TypeError) as exc:
             raise CheckpointError(
                 f"{url} cannot be reached: {exc}. A URL is for one of fsspec's file systems, whose package is installed (s3fs for s3://, gcsfs for gs://), and "
@@ -159,7 +156,9 @@ class RemoteStorage(Storage):
         with self.told():
             if getattr(self._files, "async_impl", False):
                 coroutine = getattr(self._files, f"_{method}")
-                return fsspec.asyn.sync(self._files.loop, coroutine, *args, timeout=_CALL_TIMEOUT_S, **kwargs)
+                return _fsspec().asyn.sync(
+                    self._files.loop, coroutine, *args, timeout=_CALL_TIMEOUT_S, **kwargs
+                )
             return getattr(self._files, method)(*args, **kwargs)
 
     def _written(self, write: Callable[[], Any]) -> Any:
@@ -183,7 +182,7 @@ class RemoteStorage(Storage):
             raise _failed(f"{self.url} denies access: {exc}. Give credentials that may do this, in storage_options (key=, secret= for s3://) or in the environment", exc) from exc  # fmt: skip
         except NotImplementedError as exc:
             raise _failed(f"{self.url} cannot be written by fsspec: it is for reading alone", exc) from exc
-        except (TimeoutError, fsspec.FSTimeoutError) as exc:
+        except (TimeoutError, _fsspec().FSTimeoutError) as exc:
             raise _failed(f"{self.url} did not answer in time. Try again, or see whether it is there", exc) from exc  # fmt: skip
         except Exception as exc:
             what = str(exc).rstrip(".") or type(exc).__name__
@@ -193,6 +192,13 @@ class RemoteStorage(Storage):
         return self.url
 
 
+def _fsspec() -> Any:
+    """The package, imported when the first URL is used: it takes long."""
+    import fsspec.asyn  # type: ignore[import-untyped]
+
+    return fsspec
+
+
 def is_plain_url(url: str) -> bool:
     """Whether it is of a storage that is reached over a network, and of nothing else: fsspec also has URLs that are made of others, and of templates that are run."""
     return "::" not in url and url.partition("://")[0] in _WITHOUT_DIRECTORIES | _WITH_DIRECTORIES
@@ -200,7 +206,7 @@ def is_plain_url(url: str) -> bool:
 
 def _has_rename(files: Any) -> bool:
     """Whether its `mv` is its own: fsspec's is a copy, during which the target is neither the one nor the other."""
-    return not files.async_impl and type(files).mv is not fsspec.AbstractFileSystem.mv
+    return not files.async_impl and type(files).mv is not _fsspec().AbstractFileSystem.mv
 
 
 def _failed(text: str, exc: Exception) -> StorageFailed:

@@ -2,72 +2,106 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.machinery
 import sys
 import types
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
 
 import torch
-import torch.distributed
-import torch.distributed.autograd
-import torch.distributed.nn
-import torch.distributed.nn.api.remote_module
 import torch.distributed.rpc
 
 from farstep import autograd
-from farstep.compat import (
-    api,
-    backend_registry,
-    constants,
-    functions,
-    internal,
-    optimizer,
-    options,
-    remote_module,
-    rpc,
-)
+from farstep.compat import rpc
 from farstep.rpc import futures
 
 __all__ = ["install"]
 
-_REPLACED: dict[str, types.ModuleType] = {
-    "torch.distributed.autograd": autograd,
-    "torch.distributed.rpc": rpc,
-    "torch.distributed.rpc.api": api,
-    "torch.distributed.rpc.backend_registry": backend_registry,
-    "torch.distributed.rpc.constants": constants,
-    "torch.distributed.rpc.functions": functions,
-    "torch.distributed.rpc.internal": internal,
-    "torch.distributed.rpc.options": options,
-    "torch.distributed.nn.api.remote_module": remote_module,
-    "torch.distributed.optim.optimizer": optimizer,
+_REPLACED: Final = {
+    "torch.distributed.autograd": "farstep.autograd",
+    "torch.distributed.rpc": "farstep.compat.rpc",
+    "torch.distributed.rpc._utils": "farstep.compat.utils",
+    "torch.distributed.rpc.api": "farstep.compat.api",
+    "torch.distributed.rpc.backend_registry": "farstep.compat.backend_registry",
+    "torch.distributed.rpc.constants": "farstep.compat.constants",
+    "torch.distributed.rpc.functions": "farstep.compat.functions",
+    "torch.distributed.rpc.internal": "farstep.compat.internal",
+    "torch.distributed.rpc.options": "farstep.compat.options",
+    "torch.distributed.rpc.rref_proxy": "farstep.compat.rref_proxy",
+    "torch.distributed.rpc.server_process_global_profiler": "farstep.compat.server_process_global_profiler",
+    "torch.distributed.nn.api.remote_module": "farstep.compat.remote_module",
+    "torch.distributed.optim.optimizer": "farstep.compat.optimizer",
 }
+"""torch's modules, and ours. Those that torch has not imported when we install wait until somebody does."""
+
+KEPT: Final = {
+    "torch.distributed.rpc": ("_set_profiler_node_id",),
+    "torch.distributed.rpc.backend_registry": (
+        "_create_device_list",
+        "_create_reverse_mapping",
+        "_init_process_group",
+        "_tensorpipe_exchange_and_check_all_device_maps",
+        "_tensorpipe_validate_devices",
+        "_validate_device_maps",
+    ),
+    "torch.distributed.rpc.options": ("DeviceType", "_to_device", "_to_device_list", "_to_device_map"),
+}
+"""torch's own functions that have nothing to do with its agent: they work beside farstep's as they are."""
 
 
 def install() -> None:
     """Replace torch's RPC in this process. Calling it again changes nothing."""
     if sys.modules["torch.distributed.rpc"] is rpc:
         return
+    theirs = {name: sys.modules[name] for name in _REPLACED if name in sys.modules}
+    ours = {name: importlib.import_module(_REPLACED[name]) for name in theirs}
     swap: dict[int, Any] = {}
-    for name, ours in _REPLACED.items():
-        theirs = sys.modules.get(name)
-        if theirs is not None:
-            swap[id(theirs)] = ours
-            for attribute, value in vars(theirs).items():
-                if attribute in vars(ours) and _is_their_own(value) and not attribute.startswith("__"):
-                    swap[id(value)] = vars(ours)[attribute]
-    keep = [sys.modules.get(name) for name in _REPLACED]  # their ids must stay taken while we look for them
-    for name, ours in _REPLACED.items():
-        sys.modules[name] = ours
+    for name, module in theirs.items():
+        swap[id(module)] = ours[name]
+        _keep(name, module, ours[name])
+        for attribute, value in vars(module).items():
+            if attribute in vars(ours[name]) and _is_their_own(value) and not attribute.startswith("__"):
+                swap[id(value)] = vars(ours[name])[attribute]
+    for name, module in ours.items():
+        sys.modules[name] = module
         parent, _, child = name.rpartition(".")
-        home = _REPLACED.get(parent) or sys.modules.get(parent)
-        # torch.distributed.optim takes long to import; whoever does so later finds ours in sys.modules.
-        if home is not None:
-            setattr(home, child, ours)
+        setattr(ours.get(parent) or sys.modules[parent], child, module)
+    sys.meta_path.insert(0, _Later())
     # Torch's own can only learn of a failed Python call when every other call has ended; its RPC could at once.
     swap[id(torch.futures.collect_all)] = futures.collect_all
     swap[id(torch.futures.wait_all)] = futures.wait_all
-    _rebind(swap)
-    del keep
+    _rebind(swap, ours)
+
+
+def _keep(name: str, theirs: types.ModuleType, ours: types.ModuleType) -> None:
+    """Let our module have what of theirs is not about RPC: functions in `KEPT`, and what they imported themselves."""
+    for attribute in KEPT.get(name, ()):
+        if hasattr(theirs, attribute):
+            setattr(ours, attribute, getattr(theirs, attribute))
+    if ours is autograd:
+        return  # not a module of compat's: it stays as it is
+    for attribute, value in vars(theirs).items():
+        is_imported = isinstance(value, types.ModuleType | types.FunctionType | type) or hasattr(
+            value, "__origin__"
+        )
+        if is_imported and not _is_their_own(value) and not hasattr(ours, attribute):
+            setattr(ours, attribute, value)
+
+
+class _Later:
+    """Finds ours in the place of a module of torch's that nobody had imported when we were installed."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> Any:
+        if name not in _REPLACED:
+            return None
+        return importlib.machinery.ModuleSpec(name, self)  # type: ignore[arg-type]
+
+    def create_module(self, spec: object) -> None:
+        return None
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        sys.modules[module.__name__] = importlib.import_module(_REPLACED[module.__name__])
 
 
 def _is_their_own(value: Any) -> bool:
@@ -83,11 +117,11 @@ def _is_their_own(value: Any) -> bool:
     )
 
 
-def _rebind(swap: dict[int, Any]) -> None:
+def _rebind(swap: dict[int, Any], ours: dict[str, types.ModuleType]) -> None:
     """Names that modules have already imported: `from torch.distributed.rpc import RRef` and the like."""
-    ours = {id(module) for module in _REPLACED.values()}
+    our_ids = {id(module) for module in ours.values()}
     for module in list(sys.modules.values()):
-        if module is None or id(module) in ours or not isinstance(module, types.ModuleType):
+        if module is None or id(module) in our_ids or not isinstance(module, types.ModuleType):
             continue
         if module.__name__.startswith("torch.distributed.rpc"):
             continue

@@ -8,14 +8,25 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import logging
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
 
 from farstep.compat.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
-from farstep.compat.internal import _internal_rpc_pickler
+from farstep.compat.internal import (
+    PythonUDF,
+    RPCExecMode,
+    _build_rpc_profiling_key,
+    _internal_rpc_pickler,
+    deserialize,
+)
+from farstep.compat.unsupported import PROFILER, TORCHSCRIPT, unsupported, unsupported_class
+from farstep.compat.utils import _group_membership_management, _update_group_membership
 from farstep.errors import NotInitialized, RpcError
 from farstep.rpc import gather
 from farstep.rpc.agent import Agent
@@ -35,6 +46,8 @@ __all__ = [
     "_wait_all",
     "get_rpc_timeout",
     "get_worker_info",
+    "method_factory",
+    "new_method",
     "remote",
     "rpc_async",
     "rpc_sync",
@@ -46,6 +59,19 @@ PyRRef = RRef
 _LOOK_S = 0.2
 _ignore_rref_leak = True
 _default_pickler: Any = _internal_rpc_pickler
+_RE_EXPORTED = (PythonUDF, _group_membership_management, _update_group_membership)
+
+T = TypeVar("T")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+GenericWithOneTypeVar = Generic[T]  # type: ignore[index]
+
+RemoteProfilerManager = unsupported_class("RemoteProfilerManager", PROFILER)
+_OPERATOR = "call it with rpc_sync, rpc_async or remote, which take any operator"
+_invoke_rpc_builtin = unsupported("_invoke_rpc_builtin", _OPERATOR)
+_invoke_remote_builtin = unsupported("_invoke_remote_builtin", _OPERATOR)
+_invoke_rpc_torchscript = unsupported("_invoke_rpc_torchscript", TORCHSCRIPT)
+_invoke_remote_torchscript = unsupported("_invoke_remote_torchscript", TORCHSCRIPT)
 
 
 @contextlib.contextmanager
@@ -79,6 +105,17 @@ def _require_agent() -> Agent:
     if not _is_current_rpc_agent_set():
         raise NotInitialized("RPC has not been initialized. Call torch.distributed.rpc.init_rpc first.")
     return current_agent()
+
+
+def _require_initialized(func: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Have a function raise `NotInitialized` where there is no agent."""
+
+    @functools.wraps(func)
+    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        _require_agent()
+        return func(*args, **kwargs)
+
+    return wrapper
 
 
 class AllGatherStates:
@@ -218,3 +255,117 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
             set_default_agent(None)
     if leaks and not _ignore_rref_leak:
         raise RpcError(f"Leaking RRef(s) on {agent.info.name!r} at shutdown: {'; '.join(leaks)}")
+
+
+def _finalize_shutdown() -> None:
+    """Leave without waiting for anybody."""
+    shutdown(graceful=False)
+
+
+def _destroy_rref_context(ignore_rref_leak: bool) -> None:
+    """Let go of all references, and raise if somebody still holds one of this worker's and that is no matter to ignore."""
+    agent = _require_agent()
+    release_references(agent)
+    leaks = agent.rrefs.leaks()
+    if leaks and not ignore_rref_leak:
+        raise RpcError(f"Leaking RRef(s) on {agent.info.name!r}: {'; '.join(leaks)}")
+
+
+def _reset_current_rpc_agent() -> None:
+    """Forget the agent, which goes on by itself: shut it down before."""
+    set_default_agent(None)
+
+
+def _cleanup_python_rpc_handler() -> None:
+    """torch lets go of functions here that farstep's agents do not keep: closing the agent is enough."""
+
+
+def _to_worker_info(to: Any) -> WorkerInfo:
+    if isinstance(to, WorkerInfo):
+        return to
+    if isinstance(to, str | int):
+        return _require_agent().get_worker_info(to)
+    raise ValueError(f"a worker is a name, a rank or a WorkerInfo, not {to!r}")
+
+
+def _rref_typeof_on_owner(rref: Any, blocking: bool = True) -> Any:
+    return rref._get_type(blocking=blocking)
+
+
+def _rref_typeof_on_user(rref: Any, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
+    return rref._get_type(timeout=timeout, blocking=blocking)
+
+
+def _invoke_rpc(
+    to: Any,
+    func: Any,
+    rpc_type: RPCExecMode,
+    args: Any = None,
+    kwargs: Any = None,
+    rpc_timeout: float = UNSET_RPC_TIMEOUT,
+) -> Any:
+    """Call a function; return a future whatever the mode, as torch's does."""
+    return rpc_async(to, func, args=args, kwargs=kwargs, timeout=rpc_timeout)
+
+
+def _invoke_rpc_python_udf(
+    dst: Any, pickled_python_udf: bytes, tensors: list[torch.Tensor], rpc_timeout: float, *_: Any
+) -> Any:
+    """Call what `internal.serialize(PythonUDF(…))` has packed; return a future."""
+    udf = deserialize(pickled_python_udf, tensors)
+    return rpc_async(dst, udf.func, args=udf.args, kwargs=udf.kwargs, timeout=rpc_timeout)
+
+
+def _invoke_remote_python_udf(
+    dst: Any, pickled_python_udf: bytes, tensors: list[torch.Tensor], rpc_timeout: float, *_: Any
+) -> RRef[Any]:
+    """The same; return a reference to the result."""
+    udf = deserialize(pickled_python_udf, tensors)
+    return remote(dst, udf.func, args=udf.args, kwargs=udf.kwargs, timeout=rpc_timeout)
+
+
+def _get_should_profile() -> bool:
+    """No call is profiled by torch's legacy profiler."""
+    return False
+
+
+def _enable_rpc_profiler(
+    should_profile: bool, qualified_name: str | None, func: Any, rpc_type: RPCExecMode, dst_worker_info: Any
+) -> contextlib.AbstractContextManager[Any]:
+    """Record what is done inside under the name that torch gives to a call, on this worker."""
+    if not should_profile:
+        return contextlib.nullcontext()
+    name = qualified_name or func.__qualname__
+    key = _build_rpc_profiling_key(rpc_type, name, get_worker_info().name, dst_worker_info.name)
+    return torch.profiler.record_function(key)
+
+
+def method_factory(method_name: str, docstring: str) -> Callable[..., Any]:
+    """Make a function that calls RRef's method of that name, with a docstring."""
+
+    def method(self: RRef[Any], *args: Any, **kwargs: Any) -> Any:
+        return getattr(RRef, method_name)(self, *args, **kwargs)
+
+    method.__doc__ = docstring
+    return method
+
+
+new_method = method_factory("to_here", RRef.to_here.__doc__ or "")
+
+
+def __getattr__(name: str) -> Any:
+    """torch's variables for `_all_gather`: those of the current agent, of which a process may have many."""
+    if name == "_ALL_WORKER_NAMES":
+        agent = find_agent()
+        return set() if agent is None else {info.name for info in agent.get_worker_infos()}
+    field = _GATHERINGS.get(name)
+    if field is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(_gatherings() if _is_current_rpc_agent_set() else _Gatherings(), field)
+
+
+_GATHERINGS = {
+    "_all_gather_dict_lock": "lock",
+    "_all_gather_sequence_id": "numbers",
+    "_all_gather_sequence_id_to_states": "states",
+}

@@ -31,6 +31,7 @@ import torch
 
 from farstep import rpc
 from farstep.errors import NotInitialized, RemoteError, RemoteTraceback, RpcTimeout, WorkerLost
+from farstep.rpc.directories import Hold, PrivateDirectory
 from farstep.rpc.forked import end_child
 
 if TYPE_CHECKING:
@@ -148,13 +149,13 @@ class LocalWorkers:
         self._threads = threads
         self._workers: list[_Worker] = []
         self._ended: list[_Worker] = []  # in the order of their ends
-        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        self._directory: PrivateDirectory | None = None
 
     def __enter__(self) -> LocalWorkers:
-        self._directory = tempfile.TemporaryDirectory(prefix="farstep-run-", ignore_cleanup_errors=True)
+        self._directory = PrivateDirectory("farstep-run-", tempfile.gettempdir())
         try:
             for rank in range(len(self.names)):
-                self._workers.append(self._start(rank, self._directory.name))
+                self._workers.append(self._start(rank, self._directory.path))
         except BaseException:
             self.close()
             raise
@@ -285,7 +286,7 @@ class LocalWorkers:
             worker.process.join(EXIT_S)
             worker.pipe.close()
         if self._directory is not None:
-            self._directory.cleanup()
+            self._directory.close()
 
 
 # -- checks, each with what to do instead ----------------------------------------------------------------
@@ -393,6 +394,7 @@ class _ToParent:
 
 
 _to_parent: _ToParent | None = None
+_run_directory: Hold | None = None
 
 
 def _forget_in_child() -> None:
@@ -467,7 +469,16 @@ def _work(job: _Job, pipe: Connection) -> None:
 
 
 def _join_group(job: _Job) -> None:
-    """The agent's socket goes into the run's own directory, where the parent cleans up even after a SIGKILL."""
+    """The agent's socket goes into the run's own directory, where the parent cleans up even after a SIGKILL.
+
+    The worker holds that directory too: it may outlive the parent for a moment. See [Note: locks, not process ids].
+    """
+    global _run_directory
+    _run_directory = Hold.of(job.directory)
+    if _run_directory is None:
+        raise NotInitialized(
+            f"{job.directory} is gone: the process that started worker {job.name!r} has ended"
+        )
     before = os.environ.get("XDG_RUNTIME_DIR")
     os.environ["XDG_RUNTIME_DIR"] = job.directory
     try:

@@ -7,16 +7,34 @@ with autograd.context() as context_id:
     optimizer.step(context_id)
 """
 
+from typing import TYPE_CHECKING
+
 import farstep.autograd  # noqa: F401  the package before its modules: see `rpc.trust._imported`
-from farstep.optim.combined import CombinedOptimizer
+from farstep._lazy import import_when_used
 from farstep.optim.distributed import DistributedOptimizer
-from farstep.optim.keyed import KeyedOptimizer
-from farstep.optim.named import NamedOptimizer
-from farstep.optim.named_groups import named_params_with_sharded_tensor
 from farstep.optim.parameters import parameter_rrefs
-from farstep.optim.sharded import ShardedOptimizer
-from farstep.optim.state_dicts import rekey
-from farstep.optim.wrapper import KeyedOptimizerWrapper
+
+if TYPE_CHECKING:
+    from farstep.optim.combined import CombinedOptimizer
+    from farstep.optim.keyed import KeyedOptimizer
+    from farstep.optim.named import NamedOptimizer
+    from farstep.optim.named_groups import named_params_with_sharded_tensor
+    from farstep.optim.sharded import ShardedOptimizer
+    from farstep.optim.state_dicts import rekey
+    from farstep.optim.wrapper import KeyedOptimizerWrapper
+else:
+    import_when_used(
+        __name__,
+        {
+            "combined": "CombinedOptimizer",
+            "keyed": "KeyedOptimizer",
+            "named": "NamedOptimizer",
+            "named_groups": "named_params_with_sharded_tensor",
+            "sharded": "ShardedOptimizer",
+            "state_dicts": "rekey",
+            "wrapper": "KeyedOptimizerWrapper",
+        },
+    )
 
 __all__ = [
     "CombinedOptimizer",

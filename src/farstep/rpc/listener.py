@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
-import itertools
 import logging
 import os
-import shutil
 import socket
 import tempfile
 import threading
@@ -19,6 +16,7 @@ from urllib.parse import urlparse
 
 from farstep.errors import RpcError
 from farstep.rpc import handshake
+from farstep.rpc.directories import PrivateDirectory
 from farstep.rpc.options import RpcOptions
 from farstep.rpc.rare_log import RareLog
 from farstep.rpc.tls import Credentials, TlsReceiver
@@ -26,8 +24,6 @@ from farstep.rpc.tls import Credentials, TlsReceiver
 __all__ = ["Listener", "keep_alive", "local_address"]
 
 BACKLOG: Final = 512
-MAX_SWEPT: Final = 10_000
-SWEEP_AGE_S: Final = 60.0
 MAX_STRANGERS: Final = 128
 """How many connections may be in the middle of their handshake; for one more, the oldest is hung up on."""
 
@@ -50,8 +46,7 @@ class Listener:
         self._refusals = RareLog(log)
         self._strangers: dict[socket.socket, None] = {}  # the oldest first
         self._lock = threading.Lock()
-        self._directory: str | None = None
-        self._claim: int | None = None
+        self._directory: PrivateDirectory | None = None
         self._closed = False
         self.sockets: list[socket.socket] = []
         self.unix_path: str | None = None
@@ -69,10 +64,8 @@ class Listener:
         base = os.environ.get("XDG_RUNTIME_DIR")
         if not base or not os.access(base, os.W_OK) or len(base) > 60:
             base = tempfile.gettempdir() if len(tempfile.gettempdir()) <= 60 else "/tmp"
-        _sweep(base)
-        self._directory = tempfile.mkdtemp(prefix="farstep-", dir=base)  # mode 0700
-        self._claim = _lock(self._directory)
-        self.unix_path = os.path.join(self._directory, "s")
+        self._directory = PrivateDirectory("farstep-rpc-", base)
+        self.unix_path = os.path.join(self._directory.path, "s")
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sockets.append(sock)
         sock.bind(self.unix_path)
@@ -170,54 +163,13 @@ class Listener:
             if sock in self.sockets:
                 sock.close()
         if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
-        if self._claim is not None:
-            os.close(self._claim)
-            self._claim = None
+            self._directory.close()
 
     def after_fork(self) -> None:
         """In a child process: all of this is the parent's. Close the copies, quietly."""
         for sock in [*self.sockets, *self._strangers]:
             with contextlib.suppress(OSError):
                 os.close(sock.detach())
-        if self._claim is not None:
-            os.close(self._claim)
-            self._claim = None
-
-
-def _lock(directory: str) -> int | None:
-    """Hold a directory for as long as this process lives, however it ends. None where another process holds it."""
-    fd = os.open(os.path.join(directory, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(fd)
-        return None
-    return fd
-
-
-def _sweep(base: str) -> None:
-    """Remove what workers that were killed have left behind: directories of ours that nobody holds any more."""
-    for entry in itertools.islice(os.scandir(base), MAX_SWEPT):
-        if not entry.name.startswith("farstep-"):
-            continue
-        with contextlib.suppress(OSError):
-            if (
-                entry.is_dir(follow_symlinks=False)
-                and entry.stat(follow_symlinks=False).st_uid == os.getuid()
-            ):
-                _remove_if_free(entry.path)
-
-
-def _remove_if_free(directory: str) -> None:
-    if time.time() - os.stat(directory).st_mtime < SWEEP_AGE_S or not os.path.exists(
-        os.path.join(directory, "lock")
-    ):
-        return  # being made at this moment, or not ours to judge
-    fd = _lock(directory)
-    if fd is not None:
-        shutil.rmtree(directory, ignore_errors=True)
-        os.close(fd)
 
 
 def _name(sock: socket.socket) -> str:

@@ -1,47 +1,61 @@
 """Found first on the path of processes that `python -m farstep.compat` starts: installs farstep there as well.
 
 Scripts that start their workers with multiprocessing's spawn, or as subprocesses, would otherwise run torch's own RPC
-in them. Nothing happens until torch is imported, which imports its RPC itself.
+in them. Nothing happens until torch or farstep is imported. Whichever comes first, torch is imported whole before any
+module of farstep is begun: installing while one of them is half imported would import it in a circle.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
 
-TARGET = "torch"
+
+def _install() -> None:
+    from farstep.compat import install
+
+    install()
 
 
-class _AfterLoading:
-    """Loads torch's module as its own loader does, then puts farstep in its place."""
+def _import_torch() -> None:
+    importlib.import_module("torch")
 
-    def __init__(self, loader):  # type: ignore[no-untyped-def]
-        self._loader = loader
 
-    def create_module(self, spec):  # type: ignore[no-untyped-def]
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module):  # type: ignore[no-untyped-def]
-        self._loader.exec_module(module)
-        from farstep.compat import install
-
-        install()
+_AFTER = {"torch": _install, "farstep": _import_torch}
 
 
 class _Finder:
+    """Finds each of these two once, as Python would, and has something done when it has been loaded."""
+
     @staticmethod
     def find_spec(name, path=None, target=None):  # type: ignore[no-untyped-def]
-        if name != TARGET:
+        after = _AFTER.pop(name, None)
+        if after is None:
             return None
-        sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not _Finder]
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
-            spec.loader = _AfterLoading(spec.loader)  # type: ignore[assignment, no-untyped-call]
+            _follow(spec.loader, after)  # type: ignore[no-untyped-call]
         return spec
 
 
-sys.meta_path.insert(0, _Finder)
+def _follow(loader, after):  # type: ignore[no-untyped-def]
+    """The loader stays the module's own; only this one load does more."""
+    load = loader.exec_module
+
+    def load_and_follow(module):  # type: ignore[no-untyped-def]
+        del loader.exec_module
+        load(module)
+        after()
+
+    loader.exec_module = load_and_follow
+
+
+if "torch" in sys.modules:  # a .pth file has imported it
+    _install()
+else:
+    sys.meta_path.insert(0, _Finder)
 
 # Give way to another sitecustomize, which this one stands in front of.
 _here = os.path.dirname(os.path.abspath(__file__))
