@@ -15,6 +15,7 @@ from farstep.optim import fast
 from farstep.optim.fast import NUMBERS
 from farstep.state.first_step import attributes_of
 from farstep.state.optim_pieces import is_known, misfit_of_kind
+from farstep.state.stateful import has_stateful
 
 __all__ = [
     "State",
@@ -85,6 +86,8 @@ def fitted(
 
 def _misfit(optimizer: Optimizer, parameter: torch.Tensor, key: str, value: Any, now: Any) -> str | None:
     """What is wrong with a piece of state. It has the shape that it has now; and torch's own classes are known."""
+    if has_stateful(now):
+        return None  # the object itself says what it takes
     if local_shards(value) is not None or local_shards(now) is not None:
         return _misfit_of_shards(value, now)
     is_tensor = isinstance(value, torch.Tensor)

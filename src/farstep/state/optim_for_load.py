@@ -13,12 +13,14 @@ from torch.optim import Optimizer
 from farstep.errors import StateMismatch
 from farstep.state.adapters.ranks import Group
 from farstep.state.exchange import BUDGET_BYTES, respread
+from farstep.state.optim_entries import copied
 from farstep.state.optim_given import given_alone
 from farstep.state.optim_loading import Loading, load
 from farstep.state.optim_moving import Options
 from farstep.state.optim_names import Translation
 from farstep.state.optim_roster import Composed, Seated, roster_of
 from farstep.state.optim_staging import transfers
+from farstep.state.stateful import has_stateful
 
 __all__ = ["for_load"]
 
@@ -89,9 +91,16 @@ def _stand_in(groups: list[dict[str, Any]], optim: Optimizer | None) -> Optimize
         return _Carrier(groups)
     found = type(optim).__new__(type(optim))
     found.__dict__.update(optim.__dict__)
-    found.state = defaultdict(dict, optim.state)
+    found.state = defaultdict(dict, {p: _with_own_objects(state) for p, state in optim.state.items()})
     found.param_groups = groups
     return found
+
+
+def _with_own_objects(state: Any) -> Any:
+    """A parameter's state with copies of the objects that load themselves, so that those of the optimizer stay as they are."""
+    if not isinstance(state, Mapping):
+        return state
+    return {key: copied(value) if has_stateful(value) else value for key, value in state.items()}
 
 
 def _load_alone(model: nn.Module, stand_in: Optimizer, state: Any, group: Group) -> None:

@@ -29,6 +29,7 @@ from farstep.state.optim_profile import Profile
 from farstep.state.optim_roster import Optimizers, Roster, Seated, SeatGroup, roster_of
 from farstep.state.optim_seats import Seat, retyped
 from farstep.state.shards import Shards
+from farstep.state.stateful import Load, has_stateful, loads_into
 
 __all__ = ["Loading", "load"]
 
@@ -117,6 +118,8 @@ class Loading:
         self.sources: dict[str, Shards] = {}
         self.targets: dict[str, Shards] = {}
         self._ready: list[tuple[Optimizer, dict[Tensor, Any], list[dict[str, Any]]]] = []
+        self._loads: list[Load] = []
+        """Of objects in the state that load themselves."""
 
     # -- before anything moves ----------------------------------------------------------------------------
 
@@ -216,7 +219,12 @@ class Loading:
                         f"the state {key!r} is {entry} for {seat.name!r} and {first} for others in its flat parameter, which has one for all; "
                         f"nothing has been loaded. use_orig_params=True keeps them apart"
                     )
-            return number_for(slot.key, slot.members[0][0], slot.group.options, slot.old.get(key), key, first)
+            old = slot.old.get(key)
+            if has_stateful(old):
+                value, loads = loads_into(old, first.value, f"the state {key!r} of {slot.names}")
+                self._loads += loads
+                return value
+            return number_for(slot.key, slot.members[0][0], slot.group.options, old, key, first)
         if isinstance(first, Owned):
             return self._owned(slot, key, [entry for entry in entries if isinstance(entry, Owned)])
         assert isinstance(first, Whole)
@@ -361,6 +369,8 @@ class Loading:
 
     def commit(self) -> None:
         """Nothing here fails."""
+        for load_object in self._loads:
+            load_object()
         for optimizer, state, groups in self._ready:
             for slot in self._slots:
                 if slot.group.optimizer is optimizer and not slot.is_kept:

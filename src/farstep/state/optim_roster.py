@@ -19,6 +19,7 @@ from farstep.state.adapters.names import clean_name
 from farstep.state.adapters.ranks import Group, own_rank
 from farstep.state.optim_seats import Seat
 from farstep.state.shards import Shards
+from farstep.state.stateful import saved_state
 
 __all__ = ["Composed", "Optimizers", "Roster", "SeatGroup", "Seated", "has_own_state_dict", "roster_of"]
 
@@ -81,8 +82,8 @@ class Roster:
         """That of a parameter of which nothing is here, so that an optimizer may leave it out; None if something is, or it is unknown."""
 
     def state_of(self, seat: Seat, number: int) -> Mapping[str, Any]:
-        """What the optimizer keeps under a key, which is not to be changed."""
-        return self.homes[seat.name].optimizer.state.get(seat.keys[number]) or {}
+        """What the optimizer keeps under a key, as it is saved. It is not to be changed."""
+        return saved_state(self.homes[seat.name].optimizer.state.get(seat.keys[number]) or {})
 
     @cached_property
     def homes(self) -> dict[str, SeatGroup]:
