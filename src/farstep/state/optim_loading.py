@@ -19,7 +19,9 @@ from farstep.state.council import agree
 from farstep.state.known import NUMBERS, is_torchs
 from farstep.state.layout import Spread
 from farstep.state.optim_adopting import as_its_class_has_it, dtype_for, number_for
+from farstep.state.optim_elsewhere import complete
 from farstep.state.optim_entries import Number, copied, label, union
+from farstep.state.optim_forms import numbers_named
 from farstep.state.optim_given import Entry, Given, Owned, Whole, given_to
 from farstep.state.optim_moving import Options, moved
 from farstep.state.optim_names import Rename, Translation
@@ -28,6 +30,7 @@ from farstep.state.optim_pieces import KeyCheck, is_known, misfit_of_kind
 from farstep.state.optim_profile import Profile
 from farstep.state.optim_roster import Optimizers, Roster, Seated, SeatGroup, roster_of
 from farstep.state.optim_seats import Seat, retyped
+from farstep.state.optim_selection import EVERYTHING, Selection
 from farstep.state.shards import Shards
 from farstep.state.stateful import Load, has_stateful, loads_into
 
@@ -44,8 +47,13 @@ def load(
     options: Options,
     rename: Rename = None,
     error: Exception | None = None,
-) -> None:
-    """`error` is what keeps this rank from it: then all raise."""
+    selection: Selection = EVERYTHING,
+    is_complete: bool = False,
+) -> bool:
+    """Returns whether the state has groups. `error` is what keeps this rank from it: then all raise.
+
+    `is_complete`: in a state without groups, parameters that are not there had no state.
+    """
     doing = "loading the optimizer's state"
     error = error or options.mistake()
     profile = Profile(options.profile if error is None else None)
@@ -54,22 +62,29 @@ def load(
         if error is None:
             try:
                 roster = roster_of(model, optim, options.group)
+                selection.narrow(model, roster)
+                if own_rank(options.group) == 0 or not broadcast_from_rank0:
+                    state = numbers_named(state, roster.order)
             except Exception as exc:
                 error = exc
+        settings = {"strict": strict, "budget_bytes": options.budget_bytes}
+        complete(
+            roster, error, options.group, doing, {"broadcast_from_rank0": broadcast_from_rank0, **settings}
+        )
         names = Translation(roster, rename)
         given = given_to(
             state,
             names,
             broadcast_from_rank0,
-            error,
+            None,
             options.group,
             doing,
             is_known=names.is_known,
-            settings={"strict": strict, "budget_bytes": options.budget_bytes},
+            settings=settings,
         )
         loading = Loading(roster, given, options.group)
         try:
-            loading.prepare(strict)
+            loading.prepare(strict, is_complete=is_complete)
         except Exception as exc:
             error = exc
     error = moved(loading.sources, loading.targets, error, options, profile, doing, cast=loading.cast)
@@ -81,6 +96,7 @@ def load(
                 error = exc
         agree(error, options.group, doing)
         loading.commit()
+    return given.groups is not None
 
 
 @dataclass
@@ -123,10 +139,14 @@ class Loading:
 
     # -- before anything moves ----------------------------------------------------------------------------
 
-    def prepare(self, strict: bool) -> None:
+    def prepare(self, strict: bool, *, is_complete: bool = False) -> None:
         saved = self._given.groups
+        for name in self._roster.left_out:
+            self._given.state.pop(name, None)
         home = {name: n for n, group in enumerate(saved or ()) for name in group["params"]}
         present = {**home, **self._given.state}
+        if saved is None and is_complete:
+            present |= dict.fromkeys(self._roster.seats)
         with_state = {name for name, state in self._given.state.items() if state}
         check_names(self._roster, present, with_state, strict)
         self._options = [
