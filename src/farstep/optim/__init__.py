@@ -10,6 +10,7 @@ with autograd.context() as context_id:
 import farstep.autograd  # noqa: F401  the package before its modules: see `rpc.trust._imported`
 from farstep.optim.combined import CombinedOptimizer
 from farstep.optim.distributed import DistributedOptimizer
+from farstep.optim.initial_state import init_state
 from farstep.optim.keyed import KeyedOptimizer
 from farstep.optim.named import NamedOptimizer
 from farstep.optim.named_groups import named_params_with_sharded_tensor
@@ -25,6 +26,7 @@ __all__ = [
     "KeyedOptimizerWrapper",
     "NamedOptimizer",
     "ShardedOptimizer",
+    "init_state",
     "named_params_with_sharded_tensor",
     "parameter_rrefs",
     "rekey",

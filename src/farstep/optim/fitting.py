@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +23,6 @@ __all__ = [
     "is_known",
     "local_shards",
     "misfit_of_kind",
-    "needs_closure",
     "twin_of",
 ]
 
@@ -43,12 +41,6 @@ def twin_of(optimizer: Optimizer) -> Optimizer:
         kept = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         twin.__dict__.update(copy.deepcopy(attributes_of(optimizer), kept))
     return twin
-
-
-def needs_closure(kind: type[Optimizer]) -> bool:
-    """Whether `step` cannot do without a function that computes the loss."""
-    closure = inspect.signature(kind.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def local_shards(value: Any) -> list[torch.Tensor] | None:

@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 from farstep.errors import StateMismatch
 from farstep.optim import adapters
 from farstep.optim.fitting import State, attributes_of, fitted
-from farstep.optim.fresh import fresh_states
 from farstep.optim.groups import copied, options_of
 from farstep.optim.loading import ObjectLoads, put, refuse_keys, untangled
 from farstep.optim.names import without_ties
 from farstep.optim.state_dicts import Plan, by_its_names, check_names, plan_load, translated
+from farstep.state.fresh import FreshObjects, fresh_states
 from farstep.state.stateful import saved_state
 
 __all__ = ["KeyedOptimizer", "Rename"]
@@ -241,6 +241,7 @@ class KeyedOptimizer(Optimizer):
         plan = self._plan(saved, strict)
         found: dict[Any, State] = {}
         loads: list[tuple[Any, ObjectLoads]] = []
+        fresh = FreshObjects(self._stepper)
         live = self._live_ids()
         for name, state in plan.states.items():
             parameter = self.params[name]
@@ -248,19 +249,19 @@ class KeyedOptimizer(Optimizer):
             new = fitted(self, name, parameter, state, old) or {}
             if strict and old and old.keys() != new.keys():
                 refuse_keys(name, old.keys() - new.keys(), new.keys() - old.keys())
-            objects = ObjectLoads(name, old, new)
+            objects = ObjectLoads(name, old or fresh.of(parameter, new), new)
             loads.append((parameter, objects))
             found[parameter] = untangled(objects.others, old, live)
 
         def commit() -> None:
-            for parameter, objects in loads:
-                objects.load(self.state.get(parameter))
             for parameter, new in found.items():
                 old = self.state.get(parameter)
                 if old is None:
                     self.state[parameter] = {key: copied(value) for key, value in new.items()}
                 else:
                     old.update({key: put(value, old.get(key)) for key, value in new.items()})
+            for parameter, objects in loads:
+                objects.load(self.state[parameter])
             for group, options in zip(self.param_groups, plan.options, strict=True):
                 group.update(copied(options))
 

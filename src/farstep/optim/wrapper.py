@@ -15,6 +15,7 @@ from farstep.optim.keyed import KeyedOptimizer
 from farstep.optim.loading import KeyCheck, ObjectLoads, put, rehearse, untangled
 from farstep.optim.names import group_of, named, without_ties
 from farstep.optim.state_dicts import rekey
+from farstep.state.fresh import FreshObjects
 
 __all__ = ["KeyedOptimizerWrapper"]
 
@@ -74,6 +75,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         live = self._live_ids()
         states: dict[int, State] = {}
         objects: dict[Any, ObjectLoads] = {}
+        fresh = FreshObjects(optimizer)
         # A class with a state_dict of its own may save its objects itself.
         has_own = type(optimizer).state_dict is not Optimizer.state_dict
         shown = optimizer.state_dict()["state"] if has_own else None
@@ -96,8 +98,9 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
                         # Of another class's state nothing may be left: then the parameter keeps its own.
                         new = check.known(name, parameter, new) or dict(old)
                 if new:
+                    shown_now = old if shown is None else shown.get(position, {})
                     loads = objects[parameter] = ObjectLoads(
-                        name, old if shown is None else shown.get(position, {}), new
+                        name, shown_now or (fresh.of(parameter, new) if not old else {}), new
                     )
                     others = loads.others
                     others = untangled(others, old, live) if is_torchs else copied(others)

@@ -16,6 +16,7 @@ from farstep.state.adapters import like, local_tensors
 from farstep.state.adapters.ranks import Group, own_rank, size_of
 from farstep.state.adapters.values import replicated
 from farstep.state.council import agree
+from farstep.state.fresh import FreshObjects
 from farstep.state.known import NUMBERS, is_torchs
 from farstep.state.layout import Spread
 from farstep.state.optim_adopting import as_its_class_has_it, dtype_for, number_for
@@ -134,6 +135,7 @@ class Loading:
         self.sources: dict[str, Shards] = {}
         self.targets: dict[str, Shards] = {}
         self._ready: list[tuple[Optimizer, dict[Tensor, Any], list[dict[str, Any]]]] = []
+        self._objects: dict[int, FreshObjects] = {}
         self._loads: list[Load] = []
         """Of objects in the state that load themselves."""
 
@@ -240,8 +242,9 @@ class Loading:
                         f"nothing has been loaded. use_orig_params=True keeps them apart"
                     )
             old = slot.old.get(key)
-            if has_stateful(old):
-                value, loads = loads_into(old, first.value, f"the state {key!r} of {slot.names}")
+            objects = old if slot.old else self._fresh(slot, {key: first.value}).get(key)
+            if has_stateful(objects):
+                value, loads = loads_into(objects, first.value, f"the state {key!r} of {slot.names}")
                 self._loads += loads
                 return value
             return number_for(slot.key, slot.members[0][0], slot.group.options, old, key, first)
@@ -249,6 +252,13 @@ class Loading:
             return self._owned(slot, key, [entry for entry in entries if isinstance(entry, Owned)])
         assert isinstance(first, Whole)
         return self._odd(slot, key, first)
+
+    def _fresh(self, slot: _Slot, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Objects that load themselves, of a parameter that has no state yet."""
+        optimizer = slot.group.optimizer
+        if isinstance(optimizer, Seated):
+            return {}
+        return self._objects.setdefault(id(optimizer), FreshObjects(optimizer)).of(slot.key, saved)
 
     def _kind(self, seat: Seat, entry: Entry) -> str:
         if isinstance(entry, Whole):
