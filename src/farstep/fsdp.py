@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType, 
 from torch.optim import Optimizer
 
 from farstep.errors import StateMismatch
-from farstep.state.adapters.groups import own_group
+from farstep.state.adapters.groups import has_mesh, own_group
 from farstep.state.adapters.ranks import Group
 from farstep.state.council import agree, everyones
 from farstep.state.exchange import BUDGET_BYTES, Progress
@@ -251,10 +251,13 @@ def _as_given(state: State, has_groups: bool) -> State:
 
 
 def _group_of(model: nn.Module, group: Group) -> Group:
-    """The given group; else the process group of FullyShardedDataParallel, if all of the model is sharded over one that lacks some ranks."""
-    if group is None and _has_fsdp1(model):
-        return own_group(model)
-    return group
+    """The given group; else the process group of FullyShardedDataParallel, if all of the model is sharded over one that lacks some ranks.
+
+    A device mesh says which other ranks have the same: then it is all ranks.
+    """
+    if group is not None or not _has_fsdp1(model) or has_mesh(model):
+        return group
+    return own_group(model)
 
 
 def _has_fsdp1(model: nn.Module) -> bool:
