@@ -8,7 +8,7 @@ is sharded is `farstep.state.optim_state_dict`; what loads it is `load_optim_sta
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType, 
 from torch.optim import Optimizer
 
 from farstep.errors import StateMismatch
-from farstep.state.adapters.groups import own_group
+from farstep.state.adapters.groups import has_mesh, own_group
 from farstep.state.adapters.ranks import Group
 from farstep.state.council import agree, everyones
 from farstep.state.exchange import BUDGET_BYTES, Progress
@@ -29,6 +29,7 @@ from farstep.state.optim_roster import Optimizers
 from farstep.state.optim_state import load_optim_state_dict
 from farstep.state.optim_state import optim_state_dict as read_optim_state_dict
 from farstep.state.rekey import OptimInput, parameter_groups, to_names, to_numbers
+from farstep.state.stateful import saved_state
 
 __all__ = [
     "OptimStateKeyType",
@@ -55,6 +56,9 @@ def optim_state_dict(
     full: bool | None = None,
     rank0_only: bool | None = None,
     cpu_offload: bool | None = None,
+    flatten: bool = False,
+    submodules: Collection[nn.Module] | None = None,
+    ignore_frozen_params: bool = False,
     budget_bytes: int = BUDGET_BYTES,
     progress: Progress | None = None,
     profile: dict[str, Any] | None = None,
@@ -67,6 +71,7 @@ def optim_state_dict(
 
     `optim_state_dict` is a state dict of this optimizer's, to be turned into one by names in place of the state that it has now.
     """
+    group = _group_of(model, group)
     said = _Said(model)
     full = said.full if full is None else full
     if rank0_only is None:
@@ -79,6 +84,9 @@ def optim_state_dict(
         full=full,
         rank0_only=rank0_only,
         cpu_offload=said.cpu_offload if cpu_offload is None else cpu_offload,
+        flatten=flatten,
+        submodules=submodules,
+        ignore_frozen_params=ignore_frozen_params,
         group=group,
         budget_bytes=budget_bytes,
         progress=progress,
@@ -98,13 +106,13 @@ def full_optim_state_dict(
     All ranks call it. `optim_input` is for programs that still give it; the optimizer knows its groups.
     """
     return read_optim_state_dict(
-        model, optim, full=True, rank0_only=rank0_only, cpu_offload=True, group=group
+        model, optim, full=True, rank0_only=rank0_only, cpu_offload=True, group=_group_of(model, group)
     )
 
 
 def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: Group = None) -> State:
     """This rank's part of the state by parameter name: a DTensor where the parameter is one, else `Shards`. All ranks call it."""
-    return read_optim_state_dict(model, optim, cpu_offload=True, group=group)
+    return read_optim_state_dict(model, optim, cpu_offload=True, group=_group_of(model, group))
 
 
 def shard_full_optim_state_dict(
@@ -112,11 +120,18 @@ def shard_full_optim_state_dict(
     model: nn.Module,
     optim_input: OptimInput = None,
     optim: Optimizer | None = None,
+    *,
+    strict: bool = True,
 ) -> State:
-    """This rank's part of a whole state that it has, as `optim.load_state_dict` takes it. Nothing is communicated."""
+    """This rank's part of a whole state that it has, as `optim.load_state_dict` takes it. Nothing is communicated.
+
+    `strict=False`: parameters that the state lacks keep what `optim` has of them, and unknown ones are left out. A state without
+    "param_groups" gives one without them.
+    """
     groups = partial(_groups, model, optim_input, optim)
     with _own_advice():
-        return for_load(model, groups, optim, full_optim_state_dict, alone=True)
+        found = for_load(model, groups, optim, full_optim_state_dict, alone=True, strict=strict)
+    return _as_given(*found)
 
 
 def scatter_full_optim_state_dict(
@@ -125,23 +140,32 @@ def scatter_full_optim_state_dict(
     optim_input: OptimInput = None,
     optim: Optimizer | None = None,
     group: Group = None,
+    *,
+    strict: bool = True,
 ) -> State:
     """The same from a whole state that only rank 0 has; what the others give does not count. No other rank ever holds more than its part.
 
     All ranks call it.
     """
     groups = partial(_groups, model, optim_input, optim)
+    group = _group_of(model, group)
     with _own_advice():
-        return for_load(model, groups, optim, full_optim_state_dict, from_rank0=True, group=group)
+        found = for_load(
+            model, groups, optim, full_optim_state_dict, from_rank0=True, strict=strict, group=group
+        )
+    return _as_given(*found)
 
 
 def flatten_sharded_optim_state_dict(
-    sharded_optim_state_dict: State, model: nn.Module, optim: Optimizer
+    sharded_optim_state_dict: State, model: nn.Module, optim: Optimizer, *, strict: bool = True
 ) -> State:
     """The same from what `sharded_optim_state_dict` gave on each rank, of this model or one that was sharded otherwise. All ranks call it."""
     groups = partial(_groups, model, None, optim)
     with _own_advice():
-        return for_load(model, groups, optim, sharded_optim_state_dict, group=own_group(model))
+        found = for_load(
+            model, groups, optim, sharded_optim_state_dict, strict=strict, group=own_group(model)
+        )
+    return _as_given(*found)
 
 
 def optim_state_dict_to_load(
@@ -151,23 +175,28 @@ def optim_state_dict_to_load(
     is_named_optimizer: bool = False,
     load_directly: bool = False,
     group: Group = None,
+    *,
+    strict: bool = True,
 ) -> State:
     """A state by parameter name, whole or sharded, as `optim.load_state_dict` takes it; and loaded into it if `load_directly`. All ranks call it.
 
     If `is_named_optimizer`, the keys are the names that the optimizer has for its parameters; else numbers. Only rank 0 needs to give a state, where
-    FSDP.set_state_dict_type said `rank0_only` for the optimizer, or where all others give None or an empty dict.
+    FSDP.set_state_dict_type said `rank0_only` for the optimizer, or where all others give None or an empty dict. `strict` and states without
+    "param_groups" are as with `shard_full_optim_state_dict`.
 
     `load_directly` loads on all ranks or on none: if a hook or the optimizer itself raises on one, the others have what they had.
     """
     groups = partial(_groups, model, None, optim)
+    group = _group_of(model, group)
     given = optim_state_dict or None
     with _own_advice():
-        found = for_load(
+        found, has_groups = for_load(
             model,
             groups,
             optim,
             given,
             from_rank0=_Said(model).rank0_only or _is_on_rank0_alone(given, group),
+            strict=strict,
             with_empty=is_named_optimizer,
             group=group,
         )
@@ -175,7 +204,7 @@ def optim_state_dict_to_load(
         found = _by_names_of(optim, found)
     if load_directly:
         _load_directly(optim, found, group)
-    return found
+    return _as_given(found, has_groups)
 
 
 def rekey_optim_state_dict(
@@ -216,6 +245,25 @@ def rekey_optim_state_dict(
     return to_numbers(optim_state_dict, model, groups, regroup=optim is not None or optim_input is not None)
 
 
+def _as_given(state: State, has_groups: bool) -> State:
+    """Without groups if the state had none, as torch's functions have it."""
+    return state if has_groups else {"state": state["state"]}
+
+
+def _group_of(model: nn.Module, group: Group) -> Group:
+    """The given group; else the process group of FullyShardedDataParallel, if all of the model is sharded over one that lacks some ranks.
+
+    A device mesh says which other ranks have the same: then it is all ranks.
+    """
+    if group is not None or not _has_fsdp1(model) or has_mesh(model):
+        return group
+    return own_group(model)
+
+
+def _has_fsdp1(model: nn.Module) -> bool:
+    return any(isinstance(each, FullyShardedDataParallel) for each in model.modules())
+
+
 def _groups(model: nn.Module, optim_input: OptimInput, optim: Optimizer | None) -> list[dict[str, Any]]:
     """As the optimizer has them that is to load: their parameters, and the options that a state may leave out."""
     if optim is not None:
@@ -232,7 +280,7 @@ class _Said:
 
     def __init__(self, model: nn.Module) -> None:
         self.full, self.rank0_only, self.cpu_offload = True, False, True
-        if any(isinstance(each, FullyShardedDataParallel) for each in model.modules()):
+        if _has_fsdp1(model):
             said = FullyShardedDataParallel.get_state_dict_type(model)
             self.full = said.state_dict_type == StateDictType.FULL_STATE_DICT
             self.rank0_only = bool(getattr(said.optim_state_dict_config, "rank0_only", False))
@@ -263,9 +311,7 @@ def _own_advice() -> Iterator[None]:
     try:
         yield
     except StateMismatch as exc:
-        text = re.sub(
-            r"\b(strict=False|broadcast_from_rank0=True)", r"load_optim_state_dict(..., \1)", str(exc)
-        )
+        text = re.sub(r"\b(broadcast_from_rank0=True|rename=)", r"load_optim_state_dict(..., \1)", str(exc))
         if text == str(exc):
             raise
         raise StateMismatch(text) from exc
@@ -283,7 +329,7 @@ def _by_names_of(optim: Optimizer, state: State) -> State:
     for name, parameter in named.items():
         names.setdefault(id(parameter), name)
     order = [names[id(parameter)] for group in optim.param_groups for parameter in group["params"]]
-    found: State = {"state": {order[number]: each for number, each in state["state"].items()}}
+    found: State = {"state": {order[n]: dict(saved_state(each)) for n, each in state["state"].items()}}
     if getattr(optim, "saves_param_groups", True):
         found["param_groups"] = [
             {**group, "params": [order[number] for number in group["params"]]}

@@ -467,8 +467,8 @@ def without_groups():
         train(model, optim)
         optim.param_groups[0]["lr"] = 0.5
         del found["param_groups"]
-        state = optim_state_dict_to_load(model, optim, found)
-        optim.load_state_dict(state)
+        state = optim_state_dict_to_load(model, optim, found, load_directly=True)
+        assert state.keys() == {"state"}  # as it was given
         again = full_optim_state_dict(model, optim, rank0_only=False)
         assert same({**again, "param_groups": []}, {**before, "param_groups": []}, exactly=True)
         assert again["param_groups"][0]["lr"] == 0.5  # the optimizer's own

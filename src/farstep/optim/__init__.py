@@ -16,6 +16,7 @@ from farstep.optim.parameters import parameter_rrefs
 
 if TYPE_CHECKING:
     from farstep.optim.combined import CombinedOptimizer
+    from farstep.optim.initial_state import init_state
     from farstep.optim.keyed import KeyedOptimizer
     from farstep.optim.named import NamedOptimizer
     from farstep.optim.named_groups import named_params_with_sharded_tensor
@@ -27,6 +28,7 @@ else:
         __name__,
         {
             "combined": "CombinedOptimizer",
+            "initial_state": "init_state",
             "keyed": "KeyedOptimizer",
             "named": "NamedOptimizer",
             "named_groups": "named_params_with_sharded_tensor",
@@ -43,6 +45,7 @@ __all__ = [
     "KeyedOptimizerWrapper",
     "NamedOptimizer",
     "ShardedOptimizer",
+    "init_state",
     "named_params_with_sharded_tensor",
     "parameter_rrefs",
     "rekey",

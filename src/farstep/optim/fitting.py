@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ from farstep.optim.fast import NUMBERS
 from farstep.state.first_step import attributes_of
 from farstep.state.known import is_extra
 from farstep.state.optim_pieces import ADVICE_FOR_EXTRA, is_known, misfit_of_kind
+from farstep.state.stateful import has_stateful
 
 __all__ = [
     "State",
@@ -24,7 +24,6 @@ __all__ = [
     "is_known",
     "local_shards",
     "misfit_of_kind",
-    "needs_closure",
     "twin_of",
 ]
 
@@ -43,12 +42,6 @@ def twin_of(optimizer: Optimizer) -> Optimizer:
         kept = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         twin.__dict__.update(copy.deepcopy(attributes_of(optimizer), kept))
     return twin
-
-
-def needs_closure(kind: type[Optimizer]) -> bool:
-    """Whether `step` cannot do without a function that computes the loss."""
-    closure = inspect.signature(kind.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def local_shards(value: Any) -> list[torch.Tensor] | None:
@@ -87,6 +80,8 @@ def fitted(
 
 def _misfit(optimizer: Optimizer, parameter: torch.Tensor, key: str, value: Any, now: Any) -> str | None:
     """What is wrong with a piece of state. It has the shape that it has now; and torch's own classes are known."""
+    if has_stateful(now):
+        return None  # the object itself says what it takes
     if local_shards(value) is not None or local_shards(now) is not None:
         return _misfit_of_shards(value, now)
     is_tensor = isinstance(value, torch.Tensor)

@@ -12,11 +12,12 @@ from torch.optim import Optimizer
 from farstep.errors import StateMismatch
 from farstep.optim import adapters
 from farstep.optim.fitting import State, attributes_of, fitted
-from farstep.optim.fresh import fresh_states
 from farstep.optim.groups import copied, options_of
-from farstep.optim.loading import put, refuse_keys, untangled
+from farstep.optim.loading import ObjectLoads, put, refuse_keys, untangled
 from farstep.optim.names import without_ties
 from farstep.optim.state_dicts import Plan, by_its_names, check_names, plan_load, translated
+from farstep.state.fresh import FreshObjects, fresh_states
+from farstep.state.stateful import saved_state
 
 __all__ = ["KeyedOptimizer", "Rename"]
 
@@ -141,11 +142,12 @@ class KeyedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """{"state": {name: {...}}}, and {"param_groups": [{option: value, "params": [names]}]} if they are saved.
 
-        The tensors are the optimizer's own, so that a checkpoint can be read right into them. Options are copies.
+        The tensors are the optimizer's own, so that a checkpoint can be read right into them. Options are copies. An object in the
+        state that has `state_dict` and `load_state_dict` is saved as its state dict, and loaded by its `load_state_dict`.
         """
         adapters.run_state_dict_pre_hooks(self)
         saved = self._read()
-        saved["state"] = {name: dict(state) for name, state in saved["state"].items()}
+        saved["state"] = {name: dict(saved_state(state)) for name, state in saved["state"].items()}
         if self.saves_param_groups:
             saved["param_groups"] = [
                 {key: copied(value) for key, value in group.items()} for group in saved["param_groups"]
@@ -238,6 +240,8 @@ class KeyedOptimizer(Optimizer):
         """Check everything. What is returned puts it in place, and does not fail."""
         plan = self._plan(saved, strict)
         found: dict[Any, State] = {}
+        loads: list[tuple[Any, ObjectLoads]] = []
+        fresh = FreshObjects(self._stepper)
         live = self._live_ids()
         for name, state in plan.states.items():
             parameter = self.params[name]
@@ -245,7 +249,9 @@ class KeyedOptimizer(Optimizer):
             new = fitted(self, name, parameter, state, old) or {}
             if strict and old and old.keys() != new.keys():
                 refuse_keys(name, old.keys() - new.keys(), new.keys() - old.keys())
-            found[parameter] = untangled(new, old, live)
+            objects = ObjectLoads(name, old or fresh.of(parameter, new), new)
+            loads.append((parameter, objects))
+            found[parameter] = untangled(objects.others, old, live)
 
         def commit() -> None:
             for parameter, new in found.items():
@@ -254,6 +260,8 @@ class KeyedOptimizer(Optimizer):
                     self.state[parameter] = {key: copied(value) for key, value in new.items()}
                 else:
                     old.update({key: put(value, old.get(key)) for key, value in new.items()})
+            for parameter, objects in loads:
+                objects.load(self.state[parameter])
             for group, options in zip(self.param_groups, plan.options, strict=True):
                 group.update(copied(options))
 

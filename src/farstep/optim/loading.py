@@ -13,8 +13,17 @@ from farstep.optim.fitting import State, local_shards, twin_of
 from farstep.optim.groups import copied
 from farstep.state.known import is_extra
 from farstep.state.optim_pieces import KeyCheck, refuse_keys
+from farstep.state.stateful import Load, has_stateful, loads_into
 
-__all__ = ["KeyCheck", "put", "refuse_keys", "rehearse", "restore_extras", "untangled"]
+__all__ = [
+    "KeyCheck",
+    "ObjectLoads",
+    "put",
+    "refuse_keys",
+    "rehearse",
+    "restore_extras",
+    "untangled",
+]
 
 
 def untangled(new: State, old: Mapping[str, Any], live: set[int]) -> State:
@@ -23,6 +32,30 @@ def untangled(new: State, old: Mapping[str, Any], live: set[int]) -> State:
         key: copied(value) if id(value) in live and value is not old.get(key) else value
         for key, value in new.items()
     }
+
+
+class ObjectLoads:
+    """The objects of one parameter's state that load themselves. `others` is the rest of the new state.
+
+    `old` is the state that the optimizer's own `state_dict` gives now. Raises StateMismatch before anything is changed.
+    """
+
+    def __init__(self, name: str, old: Mapping[str, Any], new: State) -> None:
+        self.values: State = {}
+        self._loads: list[Load] = []
+        for key, value in new.items():
+            if has_stateful(old.get(key)):
+                where = f"the state {key!r} of parameter {name!r}"
+                self.values[key], loads = loads_into(old[key], value, where)
+                self._loads += loads
+        self.others = {key: value for key, value in new.items() if key not in self.values}
+
+    def load(self, state: State | None) -> None:
+        """Load them, and make them part of the state that the parameter has."""
+        for load in self._loads:
+            load()
+        if state is not None:
+            state.update(self.values)
 
 
 def put(new: Any, old: Any) -> Any:

@@ -17,11 +17,11 @@ from farstep.autograd.link import link_of
 from farstep.autograd.locks import ParameterLocks, held
 from farstep.errors import OptimError
 from farstep.optim import fast
-from farstep.optim.fitting import needs_closure
 from farstep.optim.groups import NOT_OPTIONS, copied, differ, options_of
 from farstep.optim.shadow import follow, give_back, shadow_of
 from farstep.rpc.current import running
 from farstep.rpc.rref import RRef, local_value_of
+from farstep.state.first_step import needs_closure
 
 if TYPE_CHECKING:
     from farstep.rpc.agent import Agent

@@ -9,8 +9,8 @@ from torch.optim import Optimizer
 
 from farstep.errors import OptimError
 from farstep.optim import adapters, sharded_state
-from farstep.optim.fresh import fresh_states
 from farstep.state.council import agree
+from farstep.state.fresh import fresh_states
 
 if TYPE_CHECKING:
     from farstep.optim.sharded import ShardedOptimizer

@@ -12,9 +12,17 @@ from farstep.optim import fast
 from farstep.optim.fitting import State, fitted
 from farstep.optim.groups import copied
 from farstep.optim.keyed import KeyedOptimizer
-from farstep.optim.loading import KeyCheck, put, rehearse, restore_extras, untangled
+from farstep.optim.loading import (
+    KeyCheck,
+    ObjectLoads,
+    put,
+    rehearse,
+    restore_extras,
+    untangled,
+)
 from farstep.optim.names import group_of, named, without_ties
 from farstep.optim.state_dicts import rekey
+from farstep.state.fresh import FreshObjects
 
 __all__ = ["KeyedOptimizerWrapper"]
 
@@ -73,6 +81,11 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         is_torchs = fast.is_torchs(optimizer)
         live = self._live_ids()
         states: dict[int, State] = {}
+        objects: dict[Any, ObjectLoads] = {}
+        fresh = FreshObjects(optimizer)
+        # A class with a state_dict of its own may save its objects itself.
+        has_own = type(optimizer).state_dict is not Optimizer.state_dict
+        shown = optimizer.state_dict()["state"] if has_own else None
         groups: list[dict[str, Any]] = []
         positions = itertools.count()
         for number, group in enumerate(self._named_groups()):
@@ -92,7 +105,13 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
                         # Of another class's state nothing may be left: then the parameter keeps its own.
                         new = check.known(name, parameter, new) or dict(old)
                 if new:
-                    states[position] = untangled(new, old, live) if is_torchs else copied(new)
+                    shown_now = old if shown is None else shown.get(position, {})
+                    loads = objects[parameter] = ObjectLoads(
+                        name, shown_now or (fresh.of(parameter, new) if not old else {}), new
+                    )
+                    others = loads.others
+                    others = untangled(others, old, live) if is_torchs else copied(others)
+                    states[position] = {**others, **loads.values}
             groups.append({**copied(plan.options[number]), "params": places})
         packed = {"state": states, "param_groups": groups}
         rehearse(optimizer, packed)
@@ -104,7 +123,12 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
                 restore_extras(optimizer, states)
                 for parameter, state in optimizer.state.items():
                     old = before.get(parameter, {})
-                    state.update({key: put(value, old.get(key)) for key, value in state.items()})
+                    kept = objects[parameter].values if parameter in objects else {}
+                    state.update(
+                        {key: put(value, old.get(key)) for key, value in state.items() if key not in kept}
+                    )
+            for parameter, loads in objects.items():
+                loads.load(optimizer.state.get(parameter))
 
         return [commit]
 

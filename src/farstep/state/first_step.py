@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,16 @@ from torch.optim import Optimizer
 from farstep.state.known import is_torchs
 from farstep.state.optim_entries import copied
 
-__all__ = ["Records", "attributes_of", "first_state", "needed_keys", "step_without_hooks", "zeros_like"]
+__all__ = [
+    "Records",
+    "State",
+    "attributes_of",
+    "first_state",
+    "needed_keys",
+    "needs_closure",
+    "step_without_hooks",
+    "zeros_like",
+]
 
 State = dict[str, Any]
 """What an optimizer remembers of one parameter."""
@@ -49,6 +59,12 @@ def first_state(
     shadow.grad = zeros_like(shadow, is_sparse)
     step_without_hooks(twin)
     return recorded.first_of(shadow)
+
+
+def needs_closure(kind: type[Optimizer]) -> bool:
+    """Whether `step` cannot do without a function that computes the loss."""
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def attributes_of(optimizer: Optimizer) -> dict[str, Any]:

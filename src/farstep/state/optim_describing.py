@@ -81,9 +81,10 @@ def _check_owners(roster: Roster) -> None:
     seated: dict[int, set[int]] = defaultdict(set)
     for group in roster.groups:
         seated[id(group.optimizer)].update(id(key) for seat in group.seats for key in seat.keys)
+    left_out = {id(key) for seat in roster.left_out.values() for key in seat.keys}
     for optimizer in roster.optimizers:
         for key, state in optimizer.state.items():
-            if id(key) in seated[id(optimizer)] or (isinstance(key, Tensor) and not state):
+            if id(key) in seated[id(optimizer)] | left_out or (isinstance(key, Tensor) and not state):
                 continue
             what = f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)
             raise StateError(

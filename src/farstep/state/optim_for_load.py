@@ -13,12 +13,15 @@ from torch.optim import Optimizer
 from farstep.errors import StateMismatch
 from farstep.state.adapters.ranks import Group
 from farstep.state.exchange import BUDGET_BYTES, respread
+from farstep.state.optim_entries import copied
+from farstep.state.optim_forms import numbers_named
 from farstep.state.optim_given import given_alone
 from farstep.state.optim_loading import Loading, load
 from farstep.state.optim_moving import Options
 from farstep.state.optim_names import Translation
 from farstep.state.optim_roster import Composed, Seated, roster_of
 from farstep.state.optim_staging import transfers
+from farstep.state.stateful import has_stateful
 
 __all__ = ["for_load"]
 
@@ -32,10 +35,13 @@ def for_load(
     *,
     from_rank0: bool = False,
     alone: bool = False,
+    strict: bool = True,
     with_empty: bool = False,
     group: Group = None,
-) -> dict[str, Any]:
-    """`groups()` are those of the optimizer, which may not be there yet; it is not changed.
+) -> tuple[dict[str, Any], bool]:
+    """The state dict, with the optimizer's own groups where the state has none, and whether it has some.
+
+    `groups()` are those of the optimizer, which may not be there yet; it is not changed.
 
     If `from_rank0`, the first rank alone has the state; if `alone`, this rank has all of it, and asks no other. Parameters of which a rank has no
     elements get state only if `with_empty`.
@@ -44,33 +50,25 @@ def for_load(
     error: Exception | None = None
     try:
         stand_in = _stand_in(groups(), optim)
-        if (
-            isinstance(state, Mapping)
-            and isinstance(state.get("state"), Mapping)
-            and state.get("param_groups") is None
-        ):
-            # Without groups nobody knows who had no state, so whoever is not there had none.
-            names = dict.fromkeys([*state["state"], *roster_of(model, stand_in, group).seats])
-            state = {**state, "param_groups": [{"params": list(names)}]}
     except Exception as exc:  # the other ranks wait to hear of it
         if alone:
             raise
         error = exc
     if alone:
-        _load_alone(model, stand_in, state, group)
+        has_groups = _load_alone(model, stand_in, state, strict, group)
     else:
-        options = Options(group)
-        load(
+        has_groups = load(
             model,
             stand_in,
             state,
-            strict=True,
+            strict=strict,
             broadcast_from_rank0=from_rank0,
-            options=options,
+            options=Options(group),
             error=error,
+            is_complete=True,
             with_empty=with_empty,
         )
-    return _packed(stand_in, with_empty)
+    return _packed(stand_in, with_empty), has_groups
 
 
 class _Carrier(Optimizer):
@@ -96,12 +94,19 @@ def _stand_in(groups: list[dict[str, Any]], optim: Optimizer | None) -> Optimize
         return _Carrier(groups)
     found = type(optim).__new__(type(optim))
     found.__dict__.update(optim.__dict__)
-    found.state = defaultdict(dict, optim.state)
+    found.state = defaultdict(dict, {p: _with_own_objects(state) for p, state in optim.state.items()})
     found.param_groups = groups
     return found
 
 
-def _load_alone(model: nn.Module, stand_in: Optimizer, state: Any, group: Group) -> None:
+def _with_own_objects(state: Any) -> Any:
+    """A parameter's state with copies of the objects that load themselves, so that those of the optimizer stay as they are."""
+    if not isinstance(state, Mapping):
+        return state
+    return {key: copied(value) if has_stateful(value) else value for key, value in state.items()}
+
+
+def _load_alone(model: nn.Module, stand_in: Optimizer, state: Any, strict: bool, group: Group) -> bool:
     """As `load`, of a state that every rank has whole, so that nothing has to be said or sent."""
     if not isinstance(state, Mapping):
         raise StateMismatch(
@@ -109,12 +114,14 @@ def _load_alone(model: nn.Module, stand_in: Optimizer, state: Any, group: Group)
         )
     roster = roster_of(model, stand_in, group)
     names = Translation(roster)
-    loading = Loading(roster, given_alone(state, names, names.is_known, group), group)
-    loading.prepare(strict=True)
+    given = given_alone(numbers_named(state, roster.order), names, names.is_known, group)
+    loading = Loading(roster, given, group)
+    loading.prepare(strict, is_complete=True)
     for here, there in transfers(loading.sources, loading.targets, loading.cast, BUDGET_BYTES):
         respread(here, there, group, check=False, same_host=False)
     loading.finish()
     loading.commit()
+    return given.groups is not None
 
 
 def _packed(optimizer: Optimizer, with_empty: bool) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 
 from farstep.errors import StateMismatch
 
-__all__ = ["SavedPart", "is_nothing", "no_state", "parts_of"]
+__all__ = ["SavedPart", "flattened", "is_nothing", "no_state", "numbers_named", "parts_of"]
 
 Named = Callable[[str], str]
 """A saved name -> the parameter's own here."""
@@ -115,17 +115,79 @@ def _by_its_names(
         or not all(isinstance(name, str) for name in names.values())
         or any(key not in names for key in state)
     ):
-        raise StateMismatch(
-            "this state has numbers where parameters' names are wanted: it is that of an ordinary optimizer, whose numbers mean nothing elsewhere. "
-            "rekey_optim_state_dict puts names in their place"
-        )
+        raise _numbered("an ordinary optimizer's numbers mean nothing elsewhere")
     renamed: list[Mapping[str, Any]] = [
         {**group, "params": [names[key] for key in group["params"]]} for group in groups or ()
     ]
     return {names[key]: values for key, values in state.items()}, renamed
 
 
+def _numbered(why: str) -> StateMismatch:
+    return StateMismatch(
+        f"this state has numbers where parameters' names are wanted: {why}; nothing has been loaded. rekey_optim_state_dict, with "
+        f"the model and the optimizer that the state is from, puts names in their place"
+    )
+
+
+def numbers_named(given: Any, order: Callable[[], list[list[str]]]) -> Any:
+    """A state by the numbers of parameters, as `optimizer.state_dict()` has it, by names. Any other state as it is.
+
+    `order` gives the names in the groups of the optimizer that is to load it. Raises StateMismatch where the groups do not match.
+    """
+    if isinstance(given, list | tuple):
+        return [numbers_named(each, order) for each in given]
+    if not isinstance(given, Mapping) or not isinstance(given.get("state"), Mapping):
+        return given
+    groups = _checked_groups(given.get("param_groups"))
+    keys = [*given["state"], *(key for group in groups or () for key in group["params"])]
+    has_names = groups is not None and all("param_names" in group for group in groups)
+    if not keys or has_names or not all(type(key) is int for key in keys):
+        return given
+    ours = order()
+    if groups is None:
+        numbers = list(range(sum(map(len, ours))))
+    else:
+        if [len(group["params"]) for group in groups] != [len(names) for names in ours]:
+            raise _numbered(
+                f"its groups have {[len(group['params']) for group in groups]} parameters, and those of the optimizer "
+                f"{[len(names) for names in ours]}, so that their order says nothing"
+            )
+        numbers = [number for group in groups for number in group["params"]]
+    names = dict(zip(numbers, (name for names in ours for name in names), strict=True))
+    strange = [key for key in given["state"] if key not in names]
+    if strange:
+        raise _numbered(f"it has state for parameter {strange[0]}, and the optimizer has {len(names)}")
+    found = {**given, "state": {names[key]: values for key, values in given["state"].items()}}
+    if groups is not None:
+        found["param_groups"] = [
+            {**group, "params": [names[key] for key in group["params"]]} for group in groups
+        ]
+    return found
+
+
 # -- torch.distributed.checkpoint's flattened form --------------------------------------------------------
+
+
+def flattened(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state by names as StateDictOptions(flatten_optimizer_state_dict=True) has it: one dict, in which each parameter has its own options."""
+    found: dict[str, Any] = {}
+    for name, values in state["state"].items():
+        _flatten(found, f"state.{name}", values)
+    for group in state["param_groups"]:
+        for name in group["params"]:
+            for option, value in group.items():
+                if option not in ("params", "param_names"):
+                    found[f"param_groups.{name}.{option}"] = value
+    return found
+
+
+def _flatten(found: dict[str, Any], head: str, values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        is_nested = isinstance(value, dict) and value and all(type(k) is str and "." not in k for k in value)
+        if is_nested:
+            _flatten(found, f"{head}.{key}", value)
+        else:
+            found[f"{head}.{key}"] = value
 
 
 def _unflattened(given: Mapping[str, Any], is_known: Callable[[str], bool]) -> dict[str, Any] | None:
@@ -138,7 +200,11 @@ def _unflattened(given: Mapping[str, Any], is_known: Callable[[str], bool]) -> d
     for key, value in given.items():
         head, rest = key.split(".", 1)
         name, last = _split(rest, is_known)
-        (state if head == "state" else groups).setdefault(name, {})[last] = value
+        values = (state if head == "state" else groups).setdefault(name, {})
+        *outer, last = last.split(".") if head == "state" else [last]
+        for each in outer:
+            values = values.setdefault(each, {})
+        values[last] = value
     for name, options in groups.items():
         options.pop("param_names", None)
         options["params"] = [name]

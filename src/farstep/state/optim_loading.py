@@ -16,10 +16,13 @@ from farstep.state.adapters import like, local_tensors
 from farstep.state.adapters.ranks import Group, own_rank, size_of
 from farstep.state.adapters.values import replicated
 from farstep.state.council import agree
+from farstep.state.fresh import FreshObjects
 from farstep.state.known import NUMBERS, is_extra, is_torchs
 from farstep.state.layout import Spread
 from farstep.state.optim_adopting import as_its_class_has_it, dtype_for, number_for
+from farstep.state.optim_elsewhere import complete
 from farstep.state.optim_entries import Number, copied, label, union
+from farstep.state.optim_forms import numbers_named
 from farstep.state.optim_given import Entry, Given, Owned, Whole, given_to
 from farstep.state.optim_moving import Options, moved
 from farstep.state.optim_names import Rename, Translation
@@ -28,7 +31,9 @@ from farstep.state.optim_pieces import ADVICE_FOR_EXTRA, KeyCheck, is_known, mis
 from farstep.state.optim_profile import Profile
 from farstep.state.optim_roster import Optimizers, Roster, Seated, SeatGroup, roster_of
 from farstep.state.optim_seats import Seat, retyped
+from farstep.state.optim_selection import EVERYTHING, Selection
 from farstep.state.shards import Shards
+from farstep.state.stateful import Load, has_stateful, loads_into
 
 __all__ = ["Loading", "load"]
 
@@ -43,9 +48,15 @@ def load(
     options: Options,
     rename: Rename = None,
     error: Exception | None = None,
+    selection: Selection = EVERYTHING,
+    is_complete: bool = False,
     with_empty: bool = False,
-) -> None:
-    """`error` is what keeps this rank from it: then all raise. `with_empty` is that of `Loading`."""
+) -> bool:
+    """Returns whether the state has groups. `error` is what keeps this rank from it: then all raise.
+
+    `is_complete`: in a state without groups, parameters that are not there had no state.
+    `with_empty` is that of `Loading`.
+    """
     doing = "loading the optimizer's state"
     error = error or options.mistake()
     profile = Profile(options.profile if error is None else None)
@@ -54,22 +65,29 @@ def load(
         if error is None:
             try:
                 roster = roster_of(model, optim, options.group)
+                selection.narrow(model, roster)
+                if own_rank(options.group) == 0 or not broadcast_from_rank0:
+                    state = numbers_named(state, roster.order)
             except Exception as exc:
                 error = exc
+        settings = {"strict": strict, "budget_bytes": options.budget_bytes}
+        complete(
+            roster, error, options.group, doing, {"broadcast_from_rank0": broadcast_from_rank0, **settings}
+        )
         names = Translation(roster, rename)
         given = given_to(
             state,
             names,
             broadcast_from_rank0,
-            error,
+            None,
             options.group,
             doing,
             is_known=names.is_known,
-            settings={"strict": strict, "budget_bytes": options.budget_bytes},
+            settings=settings,
         )
         loading = Loading(roster, given, options.group, with_empty=with_empty)
         try:
-            loading.prepare(strict)
+            loading.prepare(strict, is_complete=is_complete)
         except Exception as exc:
             error = exc
     error = moved(loading.sources, loading.targets, error, options, profile, doing, cast=loading.cast)
@@ -81,6 +99,7 @@ def load(
                 error = exc
         agree(error, options.group, doing)
         loading.commit()
+    return given.groups is not None
 
 
 @dataclass
@@ -132,13 +151,20 @@ class Loading:
         self.sources: dict[str, Shards] = {}
         self.targets: dict[str, Shards] = {}
         self._ready: list[tuple[Optimizer, dict[Tensor, Any], list[dict[str, Any]]]] = []
+        self._objects: dict[int, FreshObjects] = {}
+        self._loads: list[Load] = []
+        """Of objects in the state that load themselves."""
 
     # -- before anything moves ----------------------------------------------------------------------------
 
-    def prepare(self, strict: bool) -> None:
+    def prepare(self, strict: bool, *, is_complete: bool = False) -> None:
         saved = self._given.groups
+        for name in self._roster.left_out:
+            self._given.state.pop(name, None)
         home = {name: n for n, group in enumerate(saved or ()) for name in group["params"]}
         present = {**home, **self._given.state}
+        if saved is None and is_complete:
+            present |= dict.fromkeys(self._roster.seats)
         with_state = {name for name, state in self._given.state.items() if state}
         check_names(self._roster, present, with_state, strict)
         self._options = [
@@ -248,11 +274,24 @@ class Loading:
                         f"the state {key!r} is {entry} for {seat.name!r} and {first} for others in its flat parameter, which has one for all; "
                         f"nothing has been loaded. use_orig_params=True keeps them apart"
                     )
-            return number_for(slot.key, slot.members[0][0], slot.group.options, slot.old.get(key), key, first)
+            old = slot.old.get(key)
+            objects = old if slot.old else self._fresh(slot, {key: first.value}).get(key)
+            if has_stateful(objects):
+                value, loads = loads_into(objects, first.value, f"the state {key!r} of {slot.names}")
+                self._loads += loads
+                return value
+            return number_for(slot.key, slot.members[0][0], slot.group.options, old, key, first)
         if isinstance(first, Owned):
             return self._owned(slot, key, [entry for entry in entries if isinstance(entry, Owned)])
         assert isinstance(first, Whole)
         return self._odd(slot, key, first)
+
+    def _fresh(self, slot: _Slot, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Objects that load themselves, of a parameter that has no state yet."""
+        optimizer = slot.group.optimizer
+        if isinstance(optimizer, Seated):
+            return {}
+        return self._objects.setdefault(id(optimizer), FreshObjects(optimizer)).of(slot.key, saved)
 
     def _kind(self, seat: Seat, entry: Entry) -> str:
         if isinstance(entry, Whole):
@@ -394,6 +433,8 @@ class Loading:
 
     def commit(self) -> None:
         """Nothing here fails."""
+        for load_object in self._loads:
+            load_object()
         for optimizer, state, groups in self._ready:
             for slot in self._slots:
                 if slot.group.optimizer is optimizer and not slot.is_kept:

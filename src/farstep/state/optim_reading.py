@@ -29,6 +29,7 @@ from farstep.state.optim_profile import Profile
 from farstep.state.optim_roster import Optimizers, Roster, roster_of
 from farstep.state.optim_schema import Owned, Schema, schema_of
 from farstep.state.optim_seats import Seat
+from farstep.state.optim_selection import EVERYTHING, Selection
 from farstep.state.room import Room, aligned
 from farstep.state.shards import Shards
 
@@ -36,7 +37,14 @@ __all__ = ["plain_of", "read", "read_roster"]
 
 
 def read(
-    model: nn.Module, optim: Optimizers, *, full: bool, rank0_only: bool, cpu_offload: bool, options: Options
+    model: nn.Module,
+    optim: Optimizers,
+    *,
+    full: bool,
+    rank0_only: bool,
+    cpu_offload: bool,
+    options: Options,
+    selection: Selection = EVERYTHING,
 ) -> dict[str, Any]:
     error = options.mistake()
     profile = Profile(options.profile if error is None else None)
@@ -45,6 +53,7 @@ def read(
         if error is None:
             try:
                 roster = roster_of(model, optim, options.group)
+                selection.narrow(model, roster)
             except Exception as exc:
                 error = exc
     return read_roster(

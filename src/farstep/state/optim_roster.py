@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from farstep.errors import StateError
+from farstep.errors import StateError, StateMismatch
 from farstep.state.adapters import ddp, like, local_tensors, plain, shards_of
 from farstep.state.adapters.modules import named_tensors, reshard
 from farstep.state.adapters.names import clean_name
 from farstep.state.adapters.ranks import Group, own_rank
 from farstep.state.optim_seats import Seat
 from farstep.state.shards import Shards
+from farstep.state.stateful import saved_state
 
 __all__ = ["Composed", "Optimizers", "Roster", "SeatGroup", "Seated", "has_own_state_dict", "roster_of"]
 
@@ -79,10 +80,32 @@ class Roster:
         """All parameters of the model, stepped or not."""
         self.seat_elsewhere: Callable[[str], Seat | None] = lambda name: None
         """That of a parameter of which nothing is here, so that an optimizer may leave it out; None if something is, or it is unknown."""
+        self.partial: set[str] = set()
+        """Parameters that the models of some ranks do not have."""
+        self.left_out: dict[str, Seat] = {}
+        """Parameters that the optimizers step and that are neither read nor loaded."""
 
     def state_of(self, seat: Seat, number: int) -> Mapping[str, Any]:
-        """What the optimizer keeps under a key, which is not to be changed."""
-        return self.homes[seat.name].optimizer.state.get(seat.keys[number]) or {}
+        """What the optimizer keeps under a key, as it is saved. It is not to be changed."""
+        return saved_state(self.homes[seat.name].optimizer.state.get(seat.keys[number]) or {})
+
+    def narrow(self, is_selected: Callable[[Seat], bool]) -> None:
+        """Leave out the other parameters."""
+        self.left_out |= {name: seat for name, seat in self.seats.items() if not is_selected(seat)}
+        self.seats = {name: seat for name, seat in self.seats.items() if name not in self.left_out}
+        for group in self.groups:
+            group.seats = [seat for seat in group.seats if seat.name not in self.left_out]
+
+    def order(self) -> list[list[str]]:
+        """The names in each group, in the order in which the optimizer numbers its parameters. Raises StateMismatch if it numbers others."""
+        for group in self.groups:
+            if len({id(key) for seat in group.seats for key in seat.keys}) < len(group.seats):
+                raise StateMismatch(
+                    "this state has numbers where parameters' names are wanted, and the optimizer numbers flat parameters, not those of the "
+                    "model; nothing has been loaded. rekey_optim_state_dict, with the model that was never wrapped and its optimizer, puts "
+                    "names in their place"
+                )
+        return [group.names for group in self.groups]
 
     @cached_property
     def homes(self) -> dict[str, SeatGroup]:

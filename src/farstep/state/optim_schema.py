@@ -14,6 +14,7 @@ from farstep.errors import FarstepError, StateError
 from farstep.state.adapters.ranks import Group, size_of
 from farstep.state.council import Settings, agree, everyones
 from farstep.state.optim_describing import described
+from farstep.state.optim_elsewhere import seat_elsewhere
 from farstep.state.optim_entries import (
     Entry,
     Nested,
@@ -89,7 +90,8 @@ def schema_of(
         return _schema(roster, [mine] * size_of(group), groups)
     schema: Schema | None = None
     try:
-        _seat_elsewhere(roster, [each for _, each in every])
+        stepped = [union(names for _, names in each) for _, each in every]
+        seat_elsewhere(roster, stepped, group, doing, kind)
         schema = _schema(
             roster, [state for state, _ in every], _merged_groups([each for _, each in every], roster)
         )
@@ -103,15 +105,6 @@ def schema_of(
 def _schema(roster: Roster, states: Sequence[State], groups: list[Options]) -> Schema:
     comparison = _Comparison(roster, states)
     return Schema(comparison.merged(), comparison.holders, groups)
-
-
-def _seat_elsewhere(roster: Roster, every: Sequence[Sequence[Options]]) -> None:
-    """An optimizer may leave out parameters of which its rank has nothing."""
-    for name in union(names for groups in every for _, names in groups):
-        if name not in roster.seats:
-            seat = roster.seat_elsewhere(name)
-            if seat is not None:
-                roster.seats[name] = seat
 
 
 class _Comparison:
@@ -243,30 +236,69 @@ def _odd(entry: Entry | None, seat: Seat, rank: int) -> Entry | None:
 
 
 def _merged_groups(every: Sequence[Sequence[Options]], roster: Roster) -> list[Options]:
-    counts = {len(groups) for groups in every}
-    if len(counts) > 1:
-        words = ", ".join(f"{len(groups)} on rank {rank}" for rank, groups in enumerate(every))
-        raise StateError(f"the ranks have different numbers of parameter groups: {words}")
     merged = []
-    for number, parts in enumerate(zip(*every, strict=True)):
-        options = parts[0][0]
-        for rank, (theirs, _) in enumerate(parts):
+    for number, parts in enumerate(_matched(every, roster)):
+        first = min(parts)
+        options = parts[first][0]
+        for rank, (theirs, _) in parts.items():
             for key in differing(options, theirs):
                 raise StateError(
-                    f"the ranks have different options: {key!r} of group {number} is {_exactly(options.get(key, 'absent'))} on rank 0 "
+                    f"the ranks have different options: {key!r} of group {number} is {_exactly(options.get(key, 'absent'))} on rank {first} "
                     f"and {_exactly(theirs.get(key, 'absent'))} on rank {rank}"
                 )
-        names = union(names for _, names in parts)
-        for rank, (_, listed) in enumerate(parts):
+        names = union(names for _, names in parts.values())
+        for rank in range(len(every)):
+            listed = parts[rank][1] if rank in parts else ()
             for name in set(names) - set(listed):  # one that has no shard of it need not know it
                 if name not in roster.seats or rank in roster.seats[name].spread.ranks:
-                    having = [other for other, (_, its) in enumerate(parts) if name in its]
+                    having = [other for other, (_, its) in parts.items() if name in its]
                     raise StateError(
                         f"the ranks have different groups: parameter {name!r} is in group {number} on {ranks_named(having)} and not on "
                         f"rank {rank}"
                     )
         merged.append((options, names))
     return merged
+
+
+def _matched(every: Sequence[Sequence[Options]], roster: Roster) -> list[dict[int, Options]]:
+    """Each group of all ranks, by rank.
+
+    Groups are matched by their place. Where ranks have parameters of their own, they may have groups of their own: then groups belong
+    together that have a parameter in common.
+    """
+    counts = {len(groups) for groups in every}
+    by_place = [dict(enumerate(parts)) for parts in zip(*every, strict=False)]
+    has_own = any(name in roster.partial for groups in every for _, names in groups for name in names)
+    if has_own and (len(counts) > 1 or any(_has_unlike(parts) for parts in by_place)):
+        return _matched_by_names(every)
+    if len(counts) > 1:
+        words = ", ".join(f"{len(groups)} on rank {rank}" for rank, groups in enumerate(every))
+        raise StateError(f"the ranks have different numbers of parameter groups: {words}")
+    return by_place
+
+
+def _has_unlike(parts: Mapping[int, Options]) -> bool:
+    return any(differing(parts[0][0], options) for options, _ in parts.values())
+
+
+def _matched_by_names(every: Sequence[Sequence[Options]]) -> list[dict[int, Options]]:
+    found: list[dict[int, Options]] = []
+    place: dict[str, int] = {}
+    for rank, groups in enumerate(every):
+        for options, names in groups:
+            places = sorted({place[name] for name in names if name in place})
+            if not names:
+                continue
+            if not places:
+                places = [len(found)]
+                found.append({})
+            if len(places) > 1 or rank in found[places[0]]:
+                raise StateError(
+                    f"the ranks have different groups: rank {rank} has {', '.join(map(repr, names[:5]))} in one group, and others do not"
+                )
+            found[places[0]][rank] = options, names
+            place.update(dict.fromkeys(names, places[0]))
+    return found
 
 
 def _exactly(value: Any) -> str:

@@ -6,6 +6,7 @@ the optimizer has it to how it is wanted, and loading is the same the other way 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -13,11 +14,13 @@ from torch import nn
 
 from farstep.state.adapters.ranks import Group
 from farstep.state.exchange import BUDGET_BYTES, Progress
+from farstep.state.optim_forms import flattened
 from farstep.state.optim_loading import load
 from farstep.state.optim_moving import Options
 from farstep.state.optim_names import Rename
 from farstep.state.optim_reading import read
 from farstep.state.optim_roster import Optimizers
+from farstep.state.optim_selection import Selection
 
 __all__ = ["load_optim_state_dict", "optim_state_dict"]
 
@@ -30,6 +33,9 @@ def optim_state_dict(
     full: bool = False,
     rank0_only: bool = False,
     cpu_offload: bool = False,
+    flatten: bool = False,
+    submodules: Collection[nn.Module] | None = None,
+    ignore_frozen_params: bool = False,
     group: Group = None,
     budget_bytes: int = BUDGET_BYTES,
     progress: Progress | None = None,
@@ -45,6 +51,9 @@ def optim_state_dict(
     A state that is not shaped like its parameter is taken as it is if all ranks have the same, else it becomes a `RankOwned`, which loads only
     where the parameter is spread alike. An optimizer that has not stepped has no state.
 
+    `flatten` gives one dict, `{"state.<name>.<key>": ..., "param_groups.<name>.<option>": ...}`, as torch's `flatten_optimizer_state_dict`
+    does. With `submodules` only parameters inside these modules are read, and with `ignore_frozen_params` only those that are trained.
+
     `progress(bytes_done, bytes_total)` is called as tensors arrive. `profile`, a dict, is filled with `{"plan": {"time_s": ..., "bytes": ...}, "gather":
     ..., "copy": ..., "offload": ...}`. Raises StateError where ranks have different states, before anything moves.
     """
@@ -53,7 +62,16 @@ def optim_state_dict(
             "rank0_only is for a whole state: say full=True too. Without it each rank has its own part"
         )
     options = Options(group, budget_bytes, progress, profile)
-    return read(model, optim, full=full, rank0_only=rank0_only, cpu_offload=cpu_offload, options=options)
+    state = read(
+        model,
+        optim,
+        full=full,
+        rank0_only=rank0_only,
+        cpu_offload=cpu_offload,
+        options=options,
+        selection=Selection(submodules, ignore_frozen_params),
+    )
+    return flattened(state) if flatten and state else state
 
 
 @torch.no_grad()
@@ -65,6 +83,7 @@ def load_optim_state_dict(
     strict: bool = True,
     broadcast_from_rank0: bool = False,
     rename: Rename = None,
+    ignore_frozen_params: bool = False,
     group: Group = None,
     budget_bytes: int = BUDGET_BYTES,
     progress: Progress | None = None,
@@ -73,11 +92,12 @@ def load_optim_state_dict(
     """Load what `optim_state_dict` gave, under this or any other parallelism, number of ranks, wrapping or grouping. All ranks call it.
 
     Each rank gives what it has: a full state, its own part, a list of the parts that several ranks saved, or nothing (`[]`); together they have
-    everything. Also torch's forms by name, flattened or not, and the state of an optimizer that was made of `named_parameters()`. With `broadcast_from_rank0` only the first rank gives one, and others hold no more of it than their own shards and `budget_bytes`.
+    everything. Also torch's forms by name, flattened or not, and `optimizer.state_dict()` of a model that is not sharded: one by numbers goes by
+    the order of this optimizer's parameters, where its groups have as many. With `broadcast_from_rank0` only the first rank gives one, and others hold no more of it than their own shards and `budget_bytes`.
 
     `strict`: the names are those of the optimizer's parameters, but for frozen ones; else those that are missing keep their state and
     unknown ones are left out, and so are pieces of state and options that the optimizer's class does not have. `rename`, a dict or a function, says which names
-    parameters have here that were saved under others. A parameter that is named in the saved groups and has no state there has none afterwards.
+    parameters have here that were saved under others. `ignore_frozen_params` leaves frozen parameters as they are. A parameter that is named in the saved groups and has no state there has none afterwards.
 
     StateMismatch and StateError name the parameter, the state and the ranks; then nothing has been changed on any rank.
     """
@@ -90,4 +110,5 @@ def load_optim_state_dict(
         broadcast_from_rank0=broadcast_from_rank0,
         options=options,
         rename=rename,
+        selection=Selection(ignore_frozen_params=ignore_frozen_params),
     )

@@ -123,11 +123,19 @@ def everywhere(value: DTensor, tensor: Tensor) -> DTensor:
 
 
 def _mesh_of(value: DTensor) -> _Mesh:
-    mesh = value.device_mesh
+    return _known(value.device_mesh)
+
+
+def _known(mesh: DeviceMesh) -> _Mesh:
     known = _MESHES.get(mesh)
     if known is None:
         known = _MESHES[mesh] = _look_at(mesh)
     return known
+
+
+def sibling_ranks(mesh: DeviceMesh) -> Ints:
+    """A row of ranks for the mesh and for each of its siblings in the mesh that it was sliced from."""
+    return _known(mesh).siblings
 
 
 def _mesh_shape(value: DTensor) -> tuple[int, ...]:

@@ -20,11 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from farstep.errors import LayoutError
+from farstep.state.adapters.dtensor import sibling_ranks
 from farstep.state.adapters.names import clean_name
-from farstep.state.adapters.ranks import Group, own_rank, ranks_within
+from farstep.state.adapters.ranks import Group, numbers_within, own_rank, ranks_within
 from farstep.state.flat import FlatLayout
 from farstep.state.optim_seats import Seat
 from farstep.state.shards import Shards
+from farstep.state.sweep import Ints
 
 __all__ = ["FlatParameter", "flat_parameters"]
 
@@ -174,10 +176,10 @@ def _flat_parameter(
         for each in flat._shared_param_infos
     }
     count = handle.world_size if handle.uses_sharded_strategy else 1
-    ranks = ranks_within(
-        group, np.array(_grid(fsdp, names[0]), dtype=np.int64), names[0], "FSDP process group"
-    )
-    holders = ranks.T.tolist() if handle.uses_sharded_strategy else [ranks.reshape(-1).tolist()]
+    ranks = _ranks(fsdp, names[0], group)
+    if not handle.uses_sharded_strategy:
+        ranks = ranks.reshape(-1, 1)
+    holders = [[rank for rank in column if rank >= 0] for column in ranks.T.tolist()]
     own_rank(group)  # raises on a rank that is not in the group
     ends = list(itertools.accumulate(flat._numels_with_padding, initial=0))
     total = ends.pop()
@@ -203,6 +205,20 @@ def _flat_parameter(
     return FlatParameter(
         flat, layout, handle.rank if handle.uses_sharded_strategy else 0, holders, aliases, originals
     )
+
+
+def _ranks(fsdp: FullyShardedDataParallel, name: str, group: Group) -> Ints:
+    """Rows of ranks of the group, as `_grid` has those of the job; -1 for those that are not in the group.
+
+    Where the device mesh is a slice of a larger one, its siblings have the same, as far as the group reaches.
+    """
+    grid = np.array(_grid(fsdp, name), dtype=np.int64)
+    own = ranks_within(group, grid, name, "FSDP process group")
+    mesh = getattr(fsdp, "_device_mesh", None)
+    siblings = None if mesh is None else sibling_ranks(mesh)
+    if siblings is None or len(siblings) == 1:
+        return own
+    return numbers_within(group, siblings, name).reshape(-1, grid.shape[1])
 
 
 def _grid(fsdp: FullyShardedDataParallel, name: str) -> list[list[int]]:

@@ -9,7 +9,12 @@ from torch import nn
 
 from farstep.state.adapters.ranks import Group
 
-__all__ = ["own_group"]
+__all__ = ["has_mesh", "own_group"]
+
+
+def has_mesh(model: nn.Module) -> bool:
+    """Whether FullyShardedDataParallel was given a device mesh for some of the model."""
+    return any(getattr(each, "_device_mesh", None) is not None for each in model.modules())
 
 
 def own_group(model: nn.Module) -> Group:

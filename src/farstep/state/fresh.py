@@ -18,23 +18,36 @@ import torch
 from torch.optim import Optimizer
 
 from farstep.errors import OptimError
-from farstep.optim import fast
-from farstep.optim.fitting import State, needs_closure
-from farstep.optim.groups import copied, differ, options_of
-from farstep.state.first_step import Records, attributes_of, first_state, step_without_hooks, zeros_like
+from farstep.state.first_step import (
+    Records,
+    State,
+    attributes_of,
+    first_state,
+    needs_closure,
+    step_without_hooks,
+    zeros_like,
+)
+from farstep.state.known import is_torchs
+from farstep.state.optim_entries import copied
+from farstep.state.optim_schema import options_of
+from farstep.state.same import same
+from farstep.state.stateful import has_stateful, is_stateful, saved_form
 
-__all__ = ["fresh_states"]
+__all__ = ["FreshObjects", "fresh_states"]
 
 
 def fresh_states(optimizer: Optimizer, sparse: frozenset[int] = frozenset()) -> dict[torch.Tensor, State]:
-    """The state of each parameter that has none and is trained. `sparse`: the ids of those whose gradients are. Changes nothing."""
+    """The state of each parameter that has none, is trained and has elements. `sparse`: the ids of those whose gradients are. Changes nothing.
+
+    What FSDP has no elements of on this rank gets no gradient, so that a step makes no state for it either.
+    """
     wanted = [
         (group, p)
         for group in optimizer.param_groups
         for p in group["params"]
-        if p.requires_grad and not optimizer.state.get(p)
+        if p.requires_grad and p.numel() and not optimizer.state.get(p)
     ]
-    if not fast.is_torchs(optimizer):
+    if not is_torchs(optimizer):
         return _tried(optimizer, [p for _, p in wanted], sparse) if wanted else {}
     if isinstance(optimizer, torch.optim.LBFGS):
         # One state for all, with the first. Its history grows as it goes.
@@ -51,6 +64,27 @@ def fresh_states(optimizer: Optimizer, sparse: frozenset[int] = frozenset()) -> 
         if state:
             found[p] = state
     return found
+
+
+class FreshObjects:
+    """Objects that load themselves, made as the first step would make them, for parameters that have no state yet."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._states: Mapping[torch.Tensor, State] | None = None
+
+    def of(self, parameter: torch.Tensor, saved: Mapping[str, Any]) -> State:
+        """By key. None of a class that is torch's, or whose first step cannot be foreseen."""
+        may_have = any(isinstance(value, dict | list | tuple) for value in saved.values())
+        if not may_have or is_torchs(self._optimizer):
+            return {}
+        if self._states is None:
+            try:
+                self._states = fresh_states(self._optimizer)
+            except Exception:
+                self._states = {}
+        state = self._states.get(parameter, {})
+        return {key: value for key, value in state.items() if has_stateful(value)}
 
 
 def _momentum(group: Mapping[str, Any], parameter: torch.Tensor, is_sparse: bool) -> State:
@@ -147,7 +181,7 @@ def _shadow(parameter: torch.Tensor) -> torch.Tensor:
         shadow = torch.nn.Parameter(shadow, requires_grad=parameter.requires_grad)
     else:
         shadow.requires_grad_(parameter.requires_grad)
-    if type(parameter) in fast.PLAIN:
+    if type(parameter) in (torch.Tensor, torch.nn.Parameter):
         shadow.__dict__.update(parameter.__dict__)  # a class may look at what a user has written there
     return shadow
 
@@ -188,6 +222,8 @@ def _zero_of(value: Any) -> Any:
 
 
 def _same(a: Any, b: Any) -> bool:
+    if is_stateful(a) and is_stateful(b):
+        return type(a) is type(b) and _same(saved_form(a), saved_form(b))
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         a, b = (t.to_local() if hasattr(t, "to_local") else t for t in (a, b))
         return (
@@ -199,4 +235,4 @@ def _same(a: Any, b: Any) -> bool:
         return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(map(_same, a, b))
-    return not differ(a, b)
+    return same(a, b)
