@@ -266,7 +266,7 @@ def _many_names_of_one(path):
 def _staged_twice(path):
     """A copy is written once, and is no other thing that a caller has a reference of."""
     table = rpc.remote("worker1", tensor_of, args=(1, 3, 5))
-    staged = rpc.rpc_sync("worker1", rpc_calls.stage, args=([("t", table)], set(), 5.0))
+    staged = rpc.rpc_sync("worker1", rpc_calls.stage, args=([("t", table)], set(), None, 5.0))
     Path(path).mkdir()
     args = ((path, {}), "0" * 16, 1, 2)
     rpc.rpc_sync("worker1", rpc_calls.write_staged, args=(*args, staged, 5.0))
@@ -430,7 +430,7 @@ def _kill_before_it_writes(path):
     checkpoint.save({"model": one.stages[0]}, path)
     files = files_in(path)
     draft = drafted(one.state, checkpoint.LocalDisk(path), Ranks(alone=True))
-    draft.staged = rpc_saving.staged_by_owners(draft.references, draft.copies, draft.storage, -1)
+    draft.staged = rpc_saving.staged_by_owners(draft, -1)
     with pytest.raises(rpc.WorkerLost):
         rpc.rpc_sync("worker2", die)
     with refused(CheckpointError, "worker 'worker2'", "Nothing has been saved"):
@@ -536,7 +536,7 @@ def test_trust(tmp_path):
     """A worker that trusts some names alone writes no files for others, unless it is told to."""
     with _agents(trusted=("torch", f"{__name__}")) as agents, speaking_for(agents[0]):
         table = rpc.remote("worker1", tensor_of, args=(1, 2))
-        with refused(CheckpointError, "worker1", "rpc_calls.write is not among what worker 'worker1' trusts"):
+        with refused(CheckpointError, "worker1", "rpc_calls.look is not among what worker 'worker1' trusts"):
             checkpoint.save({"table": table}, tmp_path)
         assert files_in(tmp_path) == []
     with (
@@ -568,7 +568,7 @@ def test_a_hostile_caller(tmp_path, save, number, count):
     inside.mkdir()
     with _agents() as agents, speaking_for(agents[0]):
         table = rpc.remote("worker1", tensor_of, args=(1, 2))
-        args = ((str(inside), {}), save, number, count, [("table", table)], 5.0)
+        args = ((str(inside), {}), save, number, count, [("table", table)], None, 5.0)
         with pytest.raises(CheckpointError):
             rpc.rpc_sync("worker1", rpc_calls.write, args=args)
     assert files_in(tmp_path) == ["inside"]
@@ -583,7 +583,7 @@ def test_a_link_is_not_written_through(tmp_path):
     (inside / "0123456789abcdef.1.safetensors").symlink_to(outside)
     with _agents() as agents, speaking_for(agents[0]):
         table = rpc.remote("worker1", tensor_of, args=(1, 2))
-        args = ((str(inside), {}), "0123456789abcdef", 1, 2, [("table", table)], 5.0)
+        args = ((str(inside), {}), "0123456789abcdef", 1, 2, [("table", table)], None, 5.0)
         with pytest.raises(StorageFailed):
             rpc.rpc_sync("worker1", rpc_calls.write, args=args)
     assert outside.read_text() == "mine"

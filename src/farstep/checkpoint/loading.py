@@ -80,6 +80,7 @@ def load(
         from farstep.checkpoint.rpc_loading import OwnersLoad
 
         owners = OwnersLoad(filling, target_of(given), storage, manifest, strict, convert_dtype, rename, verify, ranks.rpc_timeout)  # fmt: skip
+        owners.prepare()
     carry_out(filling, storage, manifest, ranks, doing, verify, progress, owners)
     return filling.report
 
@@ -96,7 +97,7 @@ def carry_out(
 ) -> None:
     """Read what has been prepared, on all ranks and owners, and when all have it, put it in place."""
     try:
-        with ranks.all_or_none(doing), owners or nullcontext():
+        with ranks.all_or_none(doing), nullcontext() if owners is None else owners.reading():
             fill(storage, manifest, filling.wanted, ranks=ranks.count, verify=verify, progress=progress)
             filling.finish()
         with ranks.all_or_none(doing):

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from farstep.checkpoint.async_save import saved_behind
+from farstep.checkpoint.elsewhere import steps_stopped
 from farstep.checkpoint.filling import Report
 from farstep.checkpoint.handle import SaveHandle, settle
 from farstep.checkpoint.listing import named
@@ -100,9 +101,10 @@ class CheckpointManager:
         """As `farstep.checkpoint.save`, in place of any other of this step; then let go what need not be kept."""
         storage, ranks, info = self._begun(step, metric)
         settle(ranks, f"saving into {storage}")
-        draft = drafted(state, storage, ranks)
-        draft.info = info
-        self._write(draft, progress)
+        with steps_stopped(state, ranks, f"saving into {storage}") as stopped:
+            draft = drafted(state, storage, ranks, stopped)
+            draft.info = info
+            self._write(draft, progress)
 
     def async_save(
         self,
