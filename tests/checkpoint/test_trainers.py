@@ -1,10 +1,12 @@
 """Several trainers with optimizers of their own over the same tables: one checkpoint of all, at one step."""
 
+import os
+import signal
 import threading
 
 import pytest
 import torch
-from support.workers import Group, Worker
+from support.workers import Group, Worker, WorkerFailed, eventually
 from torch import nn
 
 from farstep import autograd, checkpoint, rpc
@@ -210,7 +212,7 @@ def _mistakes(path):
         checkpoint.save({**one.state, "failing": failing}, path)
     assert files_in(path) == files
     hidden = rpc.remote("trainer0", Hiding, args=(one.modules,))
-    with refused(CheckpointError, "'hidden.optim'", "trainer0", "beside the object"):
+    with refused(CheckpointError, "trainer0", "'hidden.optim'", "beside the object"):
         checkpoint.save({**one.state, "hidden": hidden}, path)
     other = Training(["server0", "server0"], TRAINERS)
     other.train(range(2))
@@ -334,8 +336,8 @@ def _steps_wait(path):
     slow.rpc_sync().asked()
     saving.join(20)
     assert "RpcTimeout" in found[0]
-    one.trainers[0].rpc_sync().step(2)  # goes on after a save that failed
     slow.rpc_sync().stop()
+    one.trainers[0].rpc_sync().step(2)  # goes on after a save that failed
 
 
 class Slow:
@@ -361,6 +363,53 @@ class Slow:
 )
 def test_trainers(group, tmp_path, body):
     group[0].run(body, str(tmp_path / "checkpoint"))
+
+
+# -- a worker that saves, and is lost meanwhile
+
+_here = {}
+
+
+def keep():
+    _here["trainer"] = Trainer([rpc.RRef(make(0))], 0.1)
+    _here["slow"] = Slow()
+    return _here["trainer"].rref(), rpc.RRef(_here["slow"])
+
+
+def save_for_ever(path):
+    optimizer, slow = rpc.rpc_sync("worker0", keep)
+    checkpoint.save({"opt": optimizer, "slow": slow}, path, rpc_timeout=0)
+
+
+def asked():
+    """The save has come to this worker, and no step is taken while it lasts."""
+    eventually(lambda: "slow" in _here)
+    _here["slow"].asked()
+    _here["step"] = threading.Thread(target=_here["trainer"].step, args=(1,))
+    _here["step"].start()
+    assert _here["trainer"].seen() == (0.0, [0])
+
+
+def stepped():
+    _here["step"].join(20)
+    _here["slow"].stop()
+    return _here["trainer"].seen()
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_saver_that_dies(workers, tmp_path):
+    group = workers(2, rpc_timeout=20)
+    group[1].start(save_for_ever, str(tmp_path / "checkpoint"))
+    begun = group[0].start(asked)
+    begun.result()
+    step = group[0].start(stepped)
+    with pytest.raises(WorkerFailed):
+        group[1].run(die)
+    assert step.result() == (1.0, [1])
+    assert not (tmp_path / "checkpoint" / "manifest.json").exists()
 
 
 NAMES = ("server0", "server1", *TRAINERS)

@@ -129,7 +129,7 @@ def hidden(name: str) -> CheckpointError:
     """For what another worker could not find before it asked for the state."""
     return CheckpointError(
         f"{name!r} is a reference or a DistributedOptimizer in what an object's state_dict gives, on another worker: put it into a dict or list beside the object, and save a "
-        f"reference of that. Nothing has been saved"
+        f"reference of that"
     )
 
 

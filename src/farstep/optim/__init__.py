@@ -8,6 +8,7 @@ with autograd.context() as context_id:
 """
 
 import farstep.autograd  # noqa: F401  the package before its modules: see `rpc.trust._imported`
+from farstep.optim.clip_together import clip_grad_norm_
 from farstep.optim.combined import CombinedOptimizer
 from farstep.optim.distributed import DistributedOptimizer
 from farstep.optim.keyed import KeyedOptimizer
@@ -25,6 +26,7 @@ __all__ = [
     "KeyedOptimizerWrapper",
     "NamedOptimizer",
     "ShardedOptimizer",
+    "clip_grad_norm_",
     "named_params_with_sharded_tensor",
     "parameter_rrefs",
     "rekey",

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from farstep.autograd.link import link_of
 from farstep.errors import AutogradError, OptimError, PayloadError, UnknownContext
-from farstep.optim import adapters, calls, clip, state_dicts
+from farstep.optim import adapters, calls, state_dicts
 from farstep.optim.failures import named_error, step_error
 from farstep.optim.gate import Gate
 from farstep.optim.groups import Group, copied, differ, options_of, parse_group, parse_groups
@@ -263,10 +263,11 @@ class DistributedOptimizer(Optimizer):
         """Scale the context's gradients of all parameters together so that their norm is at most `max_norm`; returns the norm before.
 
         The same number as `torch.nn.utils.clip_grad_norm_` in one process. One message to each owner, and one more if they must be scaled.
+        `farstep.optim.clip_grad_norm_` clips several optimizers by one norm.
         """
         norm_type = float(norm_type)
-        parts = self._on_gradients("clip_grad_norm_", calls._norms, context_id, norm_type, timeout)
-        total = clip.total_norm(parts, norm_type)
+        norms = self._gradient_norms(context_id, norm_type, timeout)
+        total = torch.linalg.vector_norm(norms, norm_type) if norms.numel() else torch.tensor(0.0)
         if error_if_nonfinite and not total.isfinite():
             raise RuntimeError(
                 f"The total norm of order {norm_type} of the gradients in context {context_id} is non-finite ({total.item()}), so they "
@@ -274,8 +275,17 @@ class DistributedOptimizer(Optimizer):
             )
         coefficient = float(max_norm) / (total + 1e-6)
         if not coefficient >= 1.0:  # also where it is not a number
-            self._on_gradients("clip_grad_norm_", calls._scale, context_id, coefficient, timeout)
+            self._scale_gradients(context_id, coefficient, timeout)
         return total
+
+    def _gradient_norms(self, context_id: int, norm_type: float, timeout: float) -> torch.Tensor:
+        """Of each gradient in the context."""
+        parts = self._on_gradients("clip_grad_norm_", calls._norms, context_id, norm_type, timeout)
+        found = [part for part in parts if part.numel()]
+        return torch.cat(found) if found else torch.zeros(0)
+
+    def _scale_gradients(self, context_id: int, coefficient: torch.Tensor, timeout: float) -> None:
+        self._on_gradients("clip_grad_norm_", calls._scale, context_id, coefficient, timeout)
 
     def clip_grad_value_(
         self, context_id: int, clip_value: float, *, timeout: float = UNSET_RPC_TIMEOUT
