@@ -504,7 +504,7 @@ def group(tmp_path_factory):
 
 @pytest.mark.parametrize("body", [_kill, _kill_before_it_writes], ids=lambda f: f.__name__)
 def test_an_owner_that_dies(workers, tmp_path, body):
-    group = workers(3, rpc_timeout=10)
+    group = workers(3, rpc_timeout=60)
     group[0].run(body, str(tmp_path / "checkpoint"))
     with pytest.raises(WorkerFailed):
         group[2].run(len, "")

@@ -391,8 +391,8 @@ def asked():
 
 
 def stepped():
+    _here["slow"].stop()  # what it still did for the one that was lost ends
     _here["step"].join(20)
-    _here["slow"].stop()
     return _here["trainer"].seen()
 
 

@@ -52,6 +52,7 @@ def clipping_together():
     first = ShardedOptimizer({n: named[n] for n in names[::3]}, ADAMW[0], **ADAMW[1])
     second = ShardedOptimizer({n: named[n] for n in names[1::3]}, ADAMW[0], **ADAMW[1])
     third = KeyedOptimizerWrapper({n: named[n] for n in names[2::3]}, lambda ps: ADAMW[0](ps, **ADAMW[1]))
+    third.save_param_groups(True)
     both = CombinedOptimizer([first, second, third])
     for step in range(4):
         give(model, step, dist.get_rank())
