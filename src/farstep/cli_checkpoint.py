@@ -113,7 +113,11 @@ def add_checkpoint(commands: Commands) -> None:
     )
     _add_json(diff)
     convert = add("convert", "from and to DCP, torch.save and safetensors", CONVERT, "SOURCE", "TARGET")
-    convert.add_argument("--to", required=True, choices=("farstep", "dcp", "torch", "safetensors"))
+    convert.add_argument(
+        "--to",
+        choices=("farstep", "dcp", "torch", "safetensors"),
+        help="by default what TARGET's name says: .safetensors, .pt .pth .bin .ckpt for torch, else farstep",
+    )
     convert.add_argument("--select", metavar="NAME", help="a part of the state alone, such as model")
     convert.add_argument(
         "--leave-out", action="store_true", help="what the format has no place for; else that is an error"

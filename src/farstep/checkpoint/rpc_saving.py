@@ -34,6 +34,8 @@ class OwnersPart:
         self.nodes: dict[str, Any] = {}
         self.tensors: dict[str, TensorInfo] = {}
         self.parts: list[Part] = []
+        self.workers: list[str] = []
+        """The names of all who have written, this worker's first."""
 
 
 def written_by_owners(
@@ -67,6 +69,7 @@ def written_by_owners(
     if outcome.errors:
         raise failure(outcome, f"did not save its part into {storage}", "Nothing has been saved; what was there before still is")  # fmt: skip
     found = OwnersPart()
+    found.workers = [agent.info.name, *(owner.name for owner in owners)]
     names = set(taken)
     nested = {} if stopped is None else dict(stopped.references)
     for number, (owner, theirs) in enumerate(owners.items(), 1):

@@ -24,7 +24,7 @@ import xxhash
 from farstep.checkpoint.collecting import Collected, collected
 from farstep.checkpoint.elsewhere import placed, steps_stopped
 from farstep.checkpoint.handle import settle
-from farstep.checkpoint.manifest import MANIFEST, Boxes, File, Manifest, TensorInfo, is_ours
+from farstep.checkpoint.manifest import MANIFEST, WORKERS, Boxes, File, Manifest, TensorInfo, is_ours
 from farstep.checkpoint.memory import bytes_of, is_plain
 from farstep.checkpoint.ranks import Ranks, has_told
 from farstep.checkpoint.storage import MOST_READ_BYTES, Storage, storage_of
@@ -89,6 +89,8 @@ class Draft:
     """Of these, those of copies that were made for this."""
     staged: Mapping[Any, Any] | None = None
     """What these workers have copied aside, by owner; None: they write what they have."""
+    workers: Sequence[str] = ()
+    """The names of those who write, if they are workers of RPC: this one's first."""
     stopped: Stopped | None = None
     """The optimizers that take no step until it is written or copied."""
 
@@ -177,6 +179,7 @@ def _written_by_owners(draft: Draft, save: str, progress: Progress | None) -> tu
     )
     draft.tree = placed(draft.tree, others.nodes)
     draft.tensors = {**draft.tensors, **others.tensors}
+    draft.workers = others.workers
     return own, [own, *others.parts]
 
 
@@ -292,7 +295,7 @@ def _manifest(draft: Draft, save: str, parts: Sequence[Part]) -> Manifest:
         draft.tensors,
         boxes,
         checksums,
-        info=draft.info,
+        info={**draft.info, WORKERS: draft.workers} if draft.workers else draft.info,
     )
 
 

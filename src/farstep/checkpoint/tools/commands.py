@@ -16,7 +16,7 @@ from rich.text import Text
 
 from farstep.checkpoint.tools.bars import bar
 from farstep.checkpoint.tools.comparing import diff
-from farstep.checkpoint.tools.contents import matcher, opened
+from farstep.checkpoint.tools.contents import matcher, opened, writers_of
 from farstep.checkpoint.tools.diff_screen import diff_screen
 from farstep.checkpoint.tools.inspecting import as_json, folded, tree_of
 from farstep.checkpoint.tools.layers import layers_of
@@ -37,7 +37,7 @@ _OPTIONS = {
     "select=": "--select",
     "strict=False": "--leave-out",
     "overwrite=True": "--overwrite",
-    "farstep.checkpoint.convert makes": "farstep checkpoint convert SOURCE TARGET --to farstep makes",
+    "farstep.checkpoint.convert makes": "farstep checkpoint convert SOURCE TARGET makes",
 }
 """What errors say of arguments, in the words of this command."""
 
@@ -92,6 +92,7 @@ class _Screen:
         if not self._console.is_terminal:
             self._console = Console(highlight=False, markup=False, width=_WITHOUT_END)
         self.width = self._console.width
+        self.has_colour = self._console.color_system is not None and not self._console.no_color
 
     def show(self, *what: RenderableType) -> None:
         if self._console.is_terminal:
@@ -133,7 +134,7 @@ def _inspect(args: argparse.Namespace) -> int:
         screen.show(Text("nothing has such a name" if args.filter else "nothing is in it", style="dim"))
     if args.filter:
         screen.show("", f"{size(root.nbytes)} in {count(root.tensors, 'tensor')} of these names")
-    elif len({file.rank for file in manifest.files}) > 1:
+    elif len(set(writers_of(manifest).of_files.tolist())) > 1:
         screen.show("", ranks_table(manifest))
     return FINE
 
@@ -199,7 +200,7 @@ def _convert(args: argparse.Namespace) -> int:
         _print_json({"source": args.source, "target": args.target, **asdict(found)})
         return FINE
     for name in found.left_out[:_LEFT_OUT]:
-        print(printable(f"left out, as {args.to} has no place for it: {name}"), file=sys.stderr)
+        print(printable(f"left out, as {found.format} has no place for it: {name}"), file=sys.stderr)
     if len(found.left_out) > _LEFT_OUT:
         print(f"left out: {len(found.left_out) - _LEFT_OUT:,} more; --json lists all", file=sys.stderr)
     what = f"{count(found.tensors, 'tensor')}, {size(found.nbytes)}"
@@ -240,9 +241,12 @@ def _plot(args: argparse.Namespace) -> int:
         return _complain("no tensor has such a name", FAILED)
     if args.text:
         screen = _Screen()
-        screen.show(overview(manifest, str(storage)), "", *text_picture(layers, screen.width))
+        screen.show(
+            overview(manifest, str(storage)), "", *text_picture(layers, screen.width, screen.has_colour)
+        )
         return FINE
-    title = f"{storage}: {size(manifest.nbytes)} in {count(len(manifest.tensors), 'tensor')}, saved by {count(manifest.ranks, 'rank')}"
+    writers = writers_of(manifest)
+    title = f"{storage}: {size(manifest.nbytes)} in {count(len(manifest.tensors), 'tensor')}, saved by {count(len(writers.names), writers.noun)}"
     try:
         draw(layers, title, args.out)
     except ImportError:
@@ -252,7 +256,7 @@ def _plot(args: argparse.Namespace) -> int:
         )
     except ValueError as exc:  # a name that ends in what no picture is
         return _complain(f"{args.out} cannot be written: {exc}", FAILED)
-    _say(f"{args.out} shows which rank holds what, and sizes by layer")
+    _say(f"{args.out} shows which {writers.noun} holds what, and sizes by layer")
     return FINE
 
 
