@@ -16,7 +16,7 @@ from farstep.checkpoint.manifest import no_collector
 from farstep.checkpoint.ranks import Ranks, group_beside
 from farstep.checkpoint.saving import Draft, drafted, written
 from farstep.checkpoint.staging import Copy, staging
-from farstep.checkpoint.storage import Storage, storage_of
+from farstep.checkpoint.storage import Storage, refuse_swapped, storage_of
 from farstep.checkpoint.writing import Progress
 from farstep.state.adapters.ranks import Group
 
@@ -49,6 +49,7 @@ def async_save(
 
     What workers of RPC own is copied aside by each owner, before this returns, and written by it in the background. `rpc_timeout` is as in `save`, for the copies and for the writing. Wait before `shutdown`.
     """
+    refuse_swapped("async_save(state, path)", state, path)
     ranks = Ranks(group, no_dist, rpc_timeout)
     return saved_behind(state, storage_of(path, storage_options), ranks, progress)
 

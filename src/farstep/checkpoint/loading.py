@@ -14,7 +14,7 @@ from farstep.checkpoint.manifest import Manifest
 from farstep.checkpoint.ranks import Ranks
 from farstep.checkpoint.renaming import Rename
 from farstep.checkpoint.sources import fill, manifest_of, opened_by_all, source_of
-from farstep.checkpoint.storage import Storage, storage_of
+from farstep.checkpoint.storage import Storage, refuse_swapped, storage_of
 from farstep.checkpoint.stored_values import read_values
 from farstep.checkpoint.tree import decode
 from farstep.checkpoint.writing import Progress
@@ -59,6 +59,7 @@ def load(
     CheckpointMismatch, and anything else that is found before reading, changes nothing. After DamagedCheckpoint tensors may be partly
     written, on all ranks.
     """
+    refuse_swapped("load(state, path)", state, path)
     ranks = Ranks(group, no_dist, rpc_timeout)
     given = storage_of(path, storage_options)
     storage, manifest = opened_by_all(given, ranks, verify)

@@ -27,7 +27,7 @@ from farstep.checkpoint.handle import settle
 from farstep.checkpoint.manifest import MANIFEST, WORKERS, Boxes, File, Manifest, TensorInfo, is_ours
 from farstep.checkpoint.memory import bytes_of, is_plain
 from farstep.checkpoint.ranks import Ranks, has_told
-from farstep.checkpoint.storage import MOST_READ_BYTES, Storage, storage_of
+from farstep.checkpoint.storage import MOST_READ_BYTES, Storage, refuse_swapped, storage_of
 from farstep.checkpoint.tree import merged
 from farstep.checkpoint.writing import Part, Progress, Write, shared_out, write_part
 from farstep.errors import CheckpointError, DamagedCheckpoint, StorageFailed
@@ -65,6 +65,7 @@ def save(
     One process may save what workers of RPC own: RRefs, RemoteModules and DistributedOptimizers in the state, and RRefs of DistributedOptimizers that other workers have.
     Each owner writes its part, into the same directory, in at most `rpc_timeout` seconds (0: any time), by default RPC's own timeout. Meanwhile these optimizers take no step.
     """
+    refuse_swapped("save(state, path)", state, path)
     storage = storage_of(path, storage_options)
     ranks = Ranks(group, no_dist, rpc_timeout)
     settle(ranks, f"saving into {storage}")

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -23,6 +24,7 @@ from farstep.checkpoint.tools.layers import layers_of
 from farstep.checkpoint.tools.picture import draw, text_picture
 from farstep.checkpoint.tools.resharding import reshard
 from farstep.checkpoint.tools.screens import damages_screen, overview, ranks_table, tree_table
+from farstep.checkpoint.tools.steps import steps_in, steps_screen
 from farstep.checkpoint.tools.units import count, printable, size
 from farstep.checkpoint.tools.verifying import examine
 from farstep.errors import DamagedCheckpoint, FarstepError
@@ -117,6 +119,17 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 # -- the commands -----------------------------------------------------------------------------------------
+
+
+def _list(args: argparse.Namespace) -> int:
+    with bar("verifying") if args.verify else nullcontext() as progress:
+        found = steps_in(args.dir, best=args.best, verify=args.verify, progress=progress, storage_options=_options(args))  # fmt: skip
+    bad = any(each.status == "damaged" for each in found)
+    if args.json:
+        _print_json({"path": args.dir, "steps": [asdict(each) for each in found]})
+    else:
+        _Screen().show(*steps_screen(found, args.dir))
+    return WRONG if bad else FINE
 
 
 def _inspect(args: argparse.Namespace) -> int:
@@ -261,6 +274,7 @@ def _plot(args: argparse.Namespace) -> int:
 
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "list": _list,
     "inspect": _inspect,
     "verify": _verify,
     "diff": _diff,

@@ -47,7 +47,11 @@ def overview(manifest: Manifest, where: str) -> RenderableType:
     kinds = ", ".join(f"{name} {size(n)}" for name, n in sorted(dtypes.items(), key=lambda each: -each[1]))
     boxes, writers = len(manifest.boxes), writers_of(manifest)
     saved, wrote = len(writers.names), len(set(writers.of_files.tolist()))
-    by = f" ({writers.text(range(saved))})" if writers.noun == "worker" and saved < _WORKERS else ""
+    by = (
+        f" ({writers.text(range(saved)).replace(',', ', ')})"
+        if writers.noun == "worker" and saved < _WORKERS
+        else ""
+    )
     text = Text(printable(where), style="bold")
     text.append(
         f"\n{size(manifest.nbytes)} in {count(len(manifest.tensors), 'tensor')}, {count(boxes, 'box', 'boxes')}, "
