@@ -19,8 +19,8 @@ EXAMPLES = """\
 examples:
   farstep demo                         a transformer trained over three workers, in a minute
   farstep run -n 4 train.py --lr 0.1   four local copies of a script that calls init_rpc
-  python -m farstep.compat train.py    a script for torch.distributed's rpc, unedited, on farstep
-  farstep checkpoint inspect run/100   what is in a checkpoint; see also verify, diff, convert, reshard, plot
+  farstep compat train.py              a script for torch.distributed's rpc, unedited, on farstep
+  farstep checkpoint inspect run/100   what is in a checkpoint; see also list, verify, diff, convert, plot
 
 `farstep COMMAND --help` tells more of each.
 """
@@ -31,7 +31,8 @@ MASTER_ADDR and MASTER_PORT in its environment, so a plain
     rpc.init_rpc(f"worker{os.environ['RANK']}", world_size=int(os.environ['WORLD_SIZE']))
 
 is all it needs to join the group. Lines of output are prefixed with the rank. When a copy fails, the
-others are stopped, and its exit code is this command's.
+others are stopped, and its exit code is this command's. With --max-restarts they are all started again, with
+the number of the restart in FARSTEP_RESTART: a script that resumes from its newest checkpoint goes on there.
 """
 RUN_EXAMPLES = """\
 examples:
@@ -40,6 +41,11 @@ examples:
   farstep run --compat old.py          a script for torch.distributed's rpc, unedited, on farstep
 
 For several machines use torchrun, and set FARSTEP_SECRET to the same value on each.
+"""
+COMPAT = """\
+Run a Python script that was written for torch.distributed's rpc, autograd and DistributedOptimizer on farstep,
+unedited, and the processes that it starts. It is `python -m farstep.compat`. For several copies of a script, with
+ranks, there is `farstep run --compat`.
 """
 MOST_STEPS = 1_000_000
 DEMO_STEPS = 1200  # about a minute on two cores
@@ -54,6 +60,10 @@ Every result is checked; the exit code is 1 if one is wrong. The folder gets the
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ["compat"] and given[1:2] not in (["-h"], ["--help"], []):
+        # Its options are the script's, so argparse has no part in them.
+        return _compat(given[1:])
     parser = _parser()
     args = parser.parse_args(argv)
     if args.command == "demo":
@@ -64,8 +74,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(parser, args)
     if args.command == "checkpoint":
         return run_checkpoint(args)
+    if args.command == "compat":
+        parser.error("compat: which script? farstep compat script.py [args...]")
     parser.print_help()
     return 0
+
+
+def _compat(args: list[str]) -> int:
+    """This very process becomes `python -m farstep.compat`, so that nothing can differ."""
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "farstep.compat", *args])
 
 
 def _demo(steps: int, folder: Path) -> int:
@@ -109,8 +127,27 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="the script is one for torch.distributed's rpc, autograd and optim: run it on farstep",
     )
+    run.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="when a copy fails, start all of them again, up to N times (default: 0)",
+    )
+    run.add_argument(
+        "--keep-going",
+        action="store_true",
+        help="when a copy fails, let the others go on to their end",
+    )
     run.add_argument("script", help="the Python script")
     run.add_argument("args", nargs=argparse.REMAINDER, help="arguments for the script")
+    commands.add_parser(
+        "compat",
+        help="run a script for torch.distributed's rpc on farstep",
+        usage="farstep compat script.py [args...]\n       farstep compat -m module [args...]",
+        description=COMPAT,
+        formatter_class=raw,
+    )
     add_checkpoint(commands)
     return parser
 
@@ -122,13 +159,29 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         parser.error(f"run: -n must be at least 1, not {args.workers}")
     if not os.path.isfile(args.script):
         parser.error(f"there is no script {args.script!r}; give the path of a Python file")
+    if args.max_restarts < 0:
+        parser.error(f"run: --max-restarts must be at least 0, not {args.max_restarts}")
+    if args.max_restarts and args.keep_going:
+        parser.error("run: --max-restarts starts all copies again and --keep-going lets them end: give one")
     width = len(str(args.workers - 1))
 
     def show(rank: int, line: str) -> None:
         print(f"[{rank:>{width}}] {line}", flush=True)
 
+    def say(line: str) -> None:
+        print(f"farstep: {line}", file=sys.stderr, flush=True)
+
     try:
-        return run_script(args.script, args.args, args.workers, show, compat=args.compat)
+        return run_script(
+            args.script,
+            args.args,
+            args.workers,
+            show,
+            compat=args.compat,
+            max_restarts=args.max_restarts,
+            keep_going=args.keep_going,
+            say=say,
+        )
     except KeyboardInterrupt:
         print("farstep: interrupted; all copies have been stopped", file=sys.stderr)
         return 130

@@ -22,9 +22,14 @@ exit codes:
 
 Bars of progress are on standard error, and only where that is a terminal.
 """
+LIST = """\
+List the checkpoints in a CheckpointManager's directory: steps, ages, sizes and metrics, which is the newest that
+is whole and which is the best, and what is wrong with the others. The manifests are read, and the lengths of files.
+"""
 INSPECT = """\
 Show what is in a checkpoint: a tree by the parts of names, with shapes, dtypes, sizes and the ranks that
-wrote each tensor. Layers that are alike are shown as one. `cut 4x1` is a tensor in four boxes, cut along
+wrote each tensor. Layers that are alike are shown as one, and so is what an optimizer keeps for a parameter:
+`weight: step, exp_avg, exp_avg_sq` is a line with the shape of exp_avg and the size of all. `cut 4x1` is a tensor in four boxes, cut along
 its first dimension. Only the manifest is read.
 """
 VERIFY = """\
@@ -85,11 +90,24 @@ def add_checkpoint(commands: Commands) -> None:
         )
         return made
 
+    steps = add("list", "the checkpoints of a training", LIST, "DIR")
+    steps.add_argument(
+        "--best",
+        choices=("min", "max"),
+        default="min",
+        help="which metric is the best: the least or the greatest (default: %(default)s)",
+    )
+    steps.add_argument("--verify", action="store_true", help="read every byte of each, as verify does")
+    _add_json(steps)
     inspect = add("inspect", "what is in one", INSPECT, "PATH")
     inspect.add_argument("--depth", type=_at_least_1, metavar="N", help="show N levels of names")
     _add_filter(inspect)
     inspect.add_argument("--boxes", action="store_true", help="show each box, with its file and place")
-    inspect.add_argument("--no-fold", action="store_true", help="show layers that are alike one by one")
+    inspect.add_argument(
+        "--no-fold",
+        action="store_true",
+        help="show alike layers, and what an optimizer keeps for each parameter, one by one",
+    )
     _add_json(inspect)
     verify = add("verify", "whether every byte is as it was saved", VERIFY, "PATH")
     verify.add_argument("--strict", action="store_true", help="files of unfinished saves count as damage")
@@ -113,7 +131,11 @@ def add_checkpoint(commands: Commands) -> None:
     )
     _add_json(diff)
     convert = add("convert", "from and to DCP, torch.save and safetensors", CONVERT, "SOURCE", "TARGET")
-    convert.add_argument("--to", required=True, choices=("farstep", "dcp", "torch", "safetensors"))
+    convert.add_argument(
+        "--to",
+        choices=("farstep", "dcp", "torch", "safetensors"),
+        help="by default what TARGET's name says: .safetensors, .pt .pth .bin .ckpt for torch, else farstep",
+    )
     convert.add_argument("--select", metavar="NAME", help="a part of the state alone, such as model")
     convert.add_argument(
         "--leave-out", action="store_true", help="what the format has no place for; else that is an error"

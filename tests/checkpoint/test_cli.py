@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from checkpoint.spread_state import full_state
-from farstep import checkpoint
+from farstep import checkpoint, rpc
 from farstep.checkpoint.tools import reshard, verify
 from farstep.cli import main
+from farstep.launch import run_local
 
 PATIENCE_S = 50.0
 
@@ -80,6 +81,42 @@ def copy_of(path: Path, tmp_path: Path) -> Path:
     return tmp_path / "copy"
 
 
+# -- list -------------------------------------------------------------------------------------------------
+
+
+def test_list_of_a_managers_directory(cli: Cli, tmp_path: Path) -> None:
+    manager = checkpoint.CheckpointManager(tmp_path / "run")
+    metrics = {5: 0.5, 10: 0.25, 15: 2.0, 20: 0.125, 25: None}
+    for step, metric in metrics.items():
+        manager.save({"w": torch.zeros(256)}, step, metric=metric)
+    text = cli("list", tmp_path / "run")
+    assert "5 checkpoints, 5.0 KiB\n" in text
+    rows = {line.split()[0]: line for line in text.splitlines()[4:]}
+    assert rows["20"].endswith("0.125  best")
+    assert rows["25"].endswith("newest")
+    os.utime(manager.path(5).path / "manifest.json", (0, 0))
+    (manager.path(25).path / "manifest.json").unlink()
+    min(manager.path(20).path.glob("*.safetensors")).write_bytes(b"")
+    text = cli("list", tmp_path / "run", "--best", "max", code=1)
+    rows = {line.split()[0]: line for line in text.splitlines()[4:]}
+    assert "1 damaged, 1 unfinished" in text
+    assert "is shorter than" in rows["20"]
+    assert "unfinished" in rows["25"]
+    assert rows["15"].endswith("2  newest, best")
+    assert rows["5"].split()[2] == "d"
+    damage(manager.path(10).path)  # a byte, which lengths do not tell
+    found = json.loads(cli("list", tmp_path / "run", "--verify", "--json", code=1))
+    assert [each["status"] for each in found["steps"]] == ["whole", "damaged", "whole", "damaged", "unfinished"]  # fmt: skip
+    assert [each["step"] for each in found["steps"] if each["is_newest"]] == [15]
+
+
+def test_list_of_what_is_none(cli: Cli, saved: Path, tmp_path: Path) -> None:
+    cli("list", saved, code=2)
+    assert "is itself a checkpoint" in cli.err
+    cli("list", tmp_path, code=2)
+    assert "step_000000100" in cli.err
+
+
 # -- inspect ----------------------------------------------------------------------------------------------
 
 
@@ -110,6 +147,46 @@ def test_inspect_can_be_narrowed(cli: Cli, saved: Path) -> None:
     assert text.count(".safetensors") == 3
     assert "[0:234, 0:600]" in text
     assert "nothing has such a name" in cli("inspect", saved, "--filter", "nobody")
+
+
+def test_inspect_has_one_line_for_what_an_optimizer_keeps_for_a_parameter(cli: Cli, tmp_path: Path) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, n) for n in (8, 7, 6, 5)))
+    optimizer = torch.optim.Adam(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    checkpoint.save({"model": model, "optim": optimizer}, tmp_path / "ck")
+    text = cli("inspect", tmp_path / "ck")
+    (line,) = (line for line in text.splitlines() if "7x8" in line and ":" in line)
+    assert line.split(maxsplit=2)[2].split() == ["weight:", "step,", "exp_avg,", "exp_avg_sq", "7x8", "float32", "452", "B"]  # fmt: skip
+    assert text.count("exp_avg_sq") == 8
+    plain = cli("inspect", tmp_path / "ck", "--no-fold")
+    assert len([line for line in plain.splitlines() if "exp_avg_sq " in line]) == 8
+    assert len(plain.splitlines()) > len(text.splitlines()) + 20
+    assert "exp_avg_sq" in cli("inspect", tmp_path / "ck", "--filter", "optim.state.0.weight.exp_avg_sq")
+
+
+def rpc_saved(rank: int) -> None:
+    if rank == 0:
+        tables = [rpc.remote(name, torch.ones, args=(4, 4)) for name in ("store", "shelf")]
+        path = os.environ["FARSTEP_TEST_PATH"]
+        checkpoint.save({"tables": tables, "own": rpc.RRef(torch.ones(2)), "here": torch.ones(3)}, path)
+
+
+def test_workers_of_rpc_have_names(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FARSTEP_TEST_PATH", str(tmp_path / "ck"))
+    run_local(rpc_saved, 3, names=["boss", "store", "shelf"])
+    text = cli("inspect", tmp_path / "ck")
+    assert "saved by 3 workers (boss, store, shelf)" in text
+    (header,) = (line for line in text.splitlines() if line.startswith("name"))
+    assert header.split() == ["name", "shape", "dtype", "size", "workers", "cut"]
+    assert [line.split()[0] for line in text.splitlines()[-4:]] == ["worker", "boss", "store", "shelf"]
+    picture = cli("plot", tmp_path / "ck", "--text")
+    assert "A boss   B store   C shelf" in picture
+    cli("plot", tmp_path / "ck", "--out", tmp_path / "x.png")
+    assert "which worker holds" in cli("plot", tmp_path / "ck", "--out", tmp_path / "x.png")
+    cli("reshard", tmp_path / "ck", tmp_path / "again", "--ranks", 4)
+    assert "saved by 4 ranks" in cli("inspect", tmp_path / "again")
 
 
 def test_inspect_json(cli: Cli, saved: Path) -> None:
@@ -207,6 +284,14 @@ def test_convert_there_and_back(cli: Cli, saved: Path, tmp_path: Path, to: str, 
     cli("convert", saved, tmp_path / name, "--to", to, "--overwrite")
 
 
+def test_convert_goes_by_the_targets_name(cli: Cli, saved: Path, tmp_path: Path) -> None:
+    assert "as torch" in cli("convert", saved, tmp_path / "x.pt")
+    assert "as safetensors" in cli("convert", saved, tmp_path / "x.safetensors", "--leave-out")
+    assert "has no place for it" in cli.err
+    assert "safetensors has no place" in cli.err
+    assert "as farstep" in cli("convert", tmp_path / "x.pt", tmp_path / "x")
+
+
 def test_convert_of_a_part(cli: Cli, saved: Path, tmp_path: Path) -> None:
     cli("convert", saved, tmp_path / "x", "--to", "safetensors", code=2)
     assert "--select" in cli.err
@@ -299,6 +384,13 @@ def test_plot(cli: Cli, saved: Path, tmp_path: Path) -> None:
     assert "no tensor has such a name" in cli.err
     assert not (tmp_path / "y.png").exists()
     cli("plot", saved, "--out", tmp_path / "no" / "x.png", code=2)
+
+
+def test_the_legend_of_a_picture_without_colours(cli: Cli, saved: Path) -> None:
+    legend = cli("plot", saved, "--text").splitlines()[-1]
+    marks = [part.split()[0] for part in legend.split("   ") if part]
+    assert len(marks) > 2
+    assert len(set(marks)) == len(marks)
 
 
 def test_plot_without_matplotlib(
@@ -438,6 +530,7 @@ SLOW = """
 import sys, time
 from farstep.checkpoint import local_disk
 from farstep.cli import main
+from farstep.launch import run_local
 read_into = local_disk.DiskFile.read_into
 def slowly(self, offset, buffer):
     time.sleep(0.05)

@@ -266,7 +266,7 @@ def _many_names_of_one(path):
 def _staged_twice(path):
     """A copy is written once, and is no other thing that a caller has a reference of."""
     table = rpc.remote("worker1", tensor_of, args=(1, 3, 5))
-    staged = rpc.rpc_sync("worker1", rpc_calls.stage, args=([("t", table)], set(), 5.0))
+    staged = rpc.rpc_sync("worker1", rpc_calls.stage, args=([("t", table)], set(), None, 5.0))
     Path(path).mkdir()
     args = ((path, {}), "0" * 16, 1, 2)
     rpc.rpc_sync("worker1", rpc_calls.write_staged, args=(*args, staged, 5.0))
@@ -355,12 +355,10 @@ def doubled_stage(seed):
 def _mistakes(path):
     one = Training(["worker1", "worker2"], seed=1)
     number = rpc.remote("worker1", len, args=("abc",))
-    nested = rpc.remote("worker1", dict, args=({"inner": one.table},))
     failing = rpc.remote("worker2", Failing, args=("raise",))
     full = rpc.remote("worker2", Failing, args=("full",))
     for state, kind, words in (
         ({"n": number}, CheckpointError, ["worker1", "reference of a int"]),
-        ({"n": nested}, CheckpointError, ["worker1", "n.inner", "itself a reference"]),
         ({"model": one.stages[0], "f": failing}, CheckpointError, ["worker2", "ValueError: no state today"]),
         ({"model": one.stages[0], "f": full}, StorageFailed, ["worker2", "No space left"]),
         ({"a": one.table, "a.b": 1}, CheckpointError, ["'a.b'", "rename one of them"]),
@@ -430,7 +428,7 @@ def _kill_before_it_writes(path):
     checkpoint.save({"model": one.stages[0]}, path)
     files = files_in(path)
     draft = drafted(one.state, checkpoint.LocalDisk(path), Ranks(alone=True))
-    draft.staged = rpc_saving.staged_by_owners(draft.references, draft.copies, draft.storage, -1)
+    draft.staged = rpc_saving.staged_by_owners(draft, -1)
     with pytest.raises(rpc.WorkerLost):
         rpc.rpc_sync("worker2", die)
     with refused(CheckpointError, "worker 'worker2'", "Nothing has been saved"):
@@ -506,7 +504,7 @@ def group(tmp_path_factory):
 
 @pytest.mark.parametrize("body", [_kill, _kill_before_it_writes], ids=lambda f: f.__name__)
 def test_an_owner_that_dies(workers, tmp_path, body):
-    group = workers(3, rpc_timeout=10)
+    group = workers(3, rpc_timeout=60)
     group[0].run(body, str(tmp_path / "checkpoint"))
     with pytest.raises(WorkerFailed):
         group[2].run(len, "")
@@ -536,7 +534,7 @@ def test_trust(tmp_path):
     """A worker that trusts some names alone writes no files for others, unless it is told to."""
     with _agents(trusted=("torch", f"{__name__}")) as agents, speaking_for(agents[0]):
         table = rpc.remote("worker1", tensor_of, args=(1, 2))
-        with refused(CheckpointError, "worker1", "rpc_calls.write is not among what worker 'worker1' trusts"):
+        with refused(CheckpointError, "worker1", "rpc_calls.look is not among what worker 'worker1' trusts"):
             checkpoint.save({"table": table}, tmp_path)
         assert files_in(tmp_path) == []
     with (
@@ -568,7 +566,7 @@ def test_a_hostile_caller(tmp_path, save, number, count):
     inside.mkdir()
     with _agents() as agents, speaking_for(agents[0]):
         table = rpc.remote("worker1", tensor_of, args=(1, 2))
-        args = ((str(inside), {}), save, number, count, [("table", table)], 5.0)
+        args = ((str(inside), {}), save, number, count, [("table", table)], None, 5.0)
         with pytest.raises(CheckpointError):
             rpc.rpc_sync("worker1", rpc_calls.write, args=args)
     assert files_in(tmp_path) == ["inside"]
@@ -583,7 +581,7 @@ def test_a_link_is_not_written_through(tmp_path):
     (inside / "0123456789abcdef.1.safetensors").symlink_to(outside)
     with _agents() as agents, speaking_for(agents[0]):
         table = rpc.remote("worker1", tensor_of, args=(1, 2))
-        args = ((str(inside), {}), "0123456789abcdef", 1, 2, [("table", table)], 5.0)
+        args = ((str(inside), {}), "0123456789abcdef", 1, 2, [("table", table)], None, 5.0)
         with pytest.raises(StorageFailed):
             rpc.rpc_sync("worker1", rpc_calls.write, args=args)
     assert outside.read_text() == "mine"
@@ -601,6 +599,8 @@ def test_a_link_is_not_written_through(tmp_path):
         lambda nodes, tensors, part: (nodes, tensors, (*part[:3], part[3] + 1_000_000, *part[4:])),
         lambda nodes, tensors, part: ({**nodes, "more": 5}, tensors, part),
         lambda nodes, tensors, part: ({"table": {"tensor": "nowhere"}}, tensors, part),
+        lambda nodes, tensors, part: ({"table": ("elsewhere", "here")}, tensors, part),
+        lambda nodes, tensors, part: ({"table": ("elsewhere", "table.x")}, tensors, part),
         lambda nodes, tensors, part: (nodes, tensors, (*part[:6], part[6][:0])),
     ],
 )

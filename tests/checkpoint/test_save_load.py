@@ -513,3 +513,19 @@ def test_a_path_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.Monkey
     for kind, name in (("torch", "two.pt"), ("dcp", "three"), ("farstep", "four")):
         checkpoint.convert("~/runs/one", f"~/{name}", to=kind)
         assert (tmp_path / name).exists()
+
+
+def test_state_and_path_in_the_wrong_order(tmp_path):
+    state = {"w": torch.zeros(2)}
+    manager = checkpoint.CheckpointManager(tmp_path / "run")
+    for call, wanted in (
+        (lambda: checkpoint.save(tmp_path / "x", state), r"save\(state, path\)"),
+        (lambda: checkpoint.save("x", state), r"save\(state, path\)"),
+        (lambda: checkpoint.async_save(tmp_path / "x", state), r"async_save\(state, path\)"),
+        (lambda: checkpoint.load(str(tmp_path / "x"), state), r"load\(state, path\)"),
+        (lambda: manager.save(5, state), r"save\(state, step\)"),
+        (lambda: manager.async_save(5, state), r"async_save\(state, step\)"),
+    ):
+        with pytest.raises(TypeError, match=f"state first.*{wanted}"):
+            call()
+    assert list(tmp_path.iterdir()) == []

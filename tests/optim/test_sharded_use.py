@@ -10,8 +10,9 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+import farstep.optim
 from farstep.errors import OptimError
-from farstep.optim import ShardedOptimizer
+from farstep.optim import CombinedOptimizer, KeyedOptimizerWrapper, ShardedOptimizer
 from optim.replicas import Scaled, assert_same, by, give, give_mean, pair
 
 ADAMW = (torch.optim.AdamW, {"lr": 0.01, "fused": True})
@@ -40,6 +41,35 @@ def clipping(reduce_gradients):
         model.cube.grad[0, 0, 0] = math.nan
     with pytest.raises(RuntimeError, match="non-finite"):
         sharded.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
+def clipping_together():
+    """Several ShardedOptimizers, and an ordinary one, by one norm; alone and as parts of one."""
+    ranks = dist.get_world_size()
+    model, _, twin, plain = pair(*ADAMW)
+    named = dict(model.named_parameters())
+    names = list(named)
+    first = ShardedOptimizer({n: named[n] for n in names[::3]}, ADAMW[0], **ADAMW[1])
+    second = ShardedOptimizer({n: named[n] for n in names[1::3]}, ADAMW[0], **ADAMW[1])
+    third = KeyedOptimizerWrapper({n: named[n] for n in names[2::3]}, lambda ps: ADAMW[0](ps, **ADAMW[1]))
+    third.save_param_groups(True)
+    both = CombinedOptimizer([first, second, third])
+    for step in range(4):
+        give(model, step, dist.get_rank())
+        give_mean(twin, step, ranks)
+        for name, parameter in twin.named_parameters():
+            if name in names[2::3]:
+                named[name].grad = None if parameter.grad is None else parameter.grad.clone()
+        if step % 2:
+            norm = both.clip_grad_norm_(0.7)
+        else:
+            norm = farstep.optim.clip_grad_norm_([first, second, third], 0.7)
+        expected = clip_grad_norm_(twin.parameters(), 0.7)
+        assert torch.isclose(norm, expected, rtol=1e-5)
+        both.step()
+        plain.step()
+    for (name, a), b in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-6), name
 
 
 def clipping_too_early():
@@ -153,7 +183,9 @@ def test_clipping(on_ranks, ranks, reduce_gradients):
 
 @pytest.mark.parametrize("same_host", [False, None], ids=["messages", "memory"])
 @pytest.mark.parametrize(
-    "body", [clipping_too_early, schedules, hooks_and_closures, more_groups], ids=lambda body: body.__name__
+    "body",
+    [clipping_together, clipping_too_early, schedules, hooks_and_closures, more_groups],
+    ids=lambda body: body.__name__,
 )
 def test_use(on_ranks, body, same_host):
     on_ranks(2, by, same_host, body)

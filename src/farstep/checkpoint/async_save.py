@@ -10,12 +10,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from farstep.checkpoint.elsewhere import steps_stopped
 from farstep.checkpoint.handle import SaveHandle, begin, settle
 from farstep.checkpoint.manifest import no_collector
 from farstep.checkpoint.ranks import Ranks, group_beside
 from farstep.checkpoint.saving import Draft, drafted, written
 from farstep.checkpoint.staging import Copy, staging
-from farstep.checkpoint.storage import Storage, storage_of
+from farstep.checkpoint.storage import Storage, refuse_swapped, storage_of
 from farstep.checkpoint.writing import Progress
 from farstep.state.adapters.ranks import Group
 
@@ -48,6 +49,7 @@ def async_save(
 
     What workers of RPC own is copied aside by each owner, before this returns, and written by it in the background. `rpc_timeout` is as in `save`, for the copies and for the writing. Wait before `shutdown`.
     """
+    refuse_swapped("async_save(state, path)", state, path)
     ranks = Ranks(group, no_dist, rpc_timeout)
     return saved_behind(state, storage_of(path, storage_options), ranks, progress)
 
@@ -62,19 +64,22 @@ def saved_behind(
     """The same; `write` is what the thread does."""
     with _one_call, no_collector():
         settle(ranks, f"saving into {storage}")
-        draft = drafted(state, storage, ranks)
-        staged = None
-        if draft.references:
-            from farstep.checkpoint.rpc_saving import staged_by_owners
+        with steps_stopped(state, ranks, f"saving into {storage}") as stopped:
+            draft = drafted(state, storage, ranks, stopped)
+            staged = None
+            if draft.references:
+                from farstep.checkpoint.rpc_saving import staged_by_owners
 
-            staged = staged_by_owners(draft.references, draft.copies, storage, ranks.rpc_timeout)
-        # No rank waits here for the copies of the others: that one could not be made is told in the background.
-        copy: Copy | None = None
-        error: Exception | None = None
-        try:
-            copy = staging.copy(draft.writes, ranks.count)
-        except Exception as exc:
-            error = exc
+                staged = staged_by_owners(draft, ranks.rpc_timeout)
+            # No rank waits here for the copies of the others: that one could not be made is told in the background.
+            copy: Copy | None = None
+            error: Exception | None = None
+            try:
+                copy = staging.copy(draft.writes, ranks.count)
+            except Exception as exc:
+                error = exc
+            if stopped is not None:
+                stopped.resume()
         total = sum(each.tensor.nbytes for each in draft.writes)
         draft = replace(draft, ranks=_behind(ranks), writes=(), staged=staged)
 

@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from farstep.checkpoint.dtypes import name_of
-from farstep.checkpoint.elsewhere import Elsewhere, is_below, reference_in, sharded_state, spread_optimizer
+from farstep.checkpoint.elsewhere import (
+    Elsewhere,
+    hidden,
+    is_below,
+    reference_in,
+    sharded_state,
+    spread_optimizer,
+)
 from farstep.checkpoint.manifest import MOST_DIMENSIONS
 from farstep.checkpoint.objects import Optimizer, models_in, module_state, optimizer_state
 from farstep.checkpoint.ranks import Ranks
@@ -35,16 +42,23 @@ class Collected:
     """Of the references, those of copies that were made for this and that nobody changes."""
 
 
-def collected(state: Any, ranks: Ranks) -> Collected:
-    """Raises CheckpointError, which names the place, for what a checkpoint cannot keep."""
-    collector = _Collector(state, ranks)
+def collected(
+    state: Any, ranks: Ranks, states: Mapping[str, Any] | None = None, *, for_another: bool = False
+) -> Collected:
+    """Raises CheckpointError, which names the place, for what a checkpoint cannot keep.
+
+    `states` are those of DistributedOptimizers whose steps have been stopped, by name. `for_another` worker saves it: then references of what this one owns are followed.
+    """
+    collector = _Collector(state, ranks, states or {}, for_another)
     found = collector.walk(state, "", 0)
-    collector.check_references()
+    if not for_another:
+        collector.check_references()
     return Collected(found, collector.tensors, collector.references, collector.copies)
 
 
 class _Collector:
-    def __init__(self, state: Any, ranks: Ranks) -> None:
+    def __init__(self, state: Any, ranks: Ranks, states: Mapping[str, Any], for_another: bool) -> None:
+        self._states, self._for_another = states, for_another
         self._ranks, self._group = ranks, ranks.group
         self._models = models_in(state)
         self.tensors: dict[str, Shards] = {}
@@ -67,12 +81,17 @@ class _Collector:
             return self._tensor(value, name)
         if (rref := reference_in(value)) is not None:
             self._refuse_on_many(name)
+            if self._for_another and rref.is_owner():
+                return self.walk(rref.local_value(), name, depth + 1)
             self.references[name] = rref
             return Elsewhere(name)
         if spread_optimizer(value) is not None:
             self._refuse_on_many(name)
             known = set(self.references)
-            node = self.walk(sharded_state(value, name, self._ranks.rpc_timeout), name, depth + 1)
+            if self._for_another and name not in self._states:
+                raise hidden(name)
+            state = self._states.get(name) or sharded_state(value, name, self._ranks.rpc_timeout)
+            node = self.walk(state, name, depth + 1)
             self.copies |= self.references.keys() - known
             return node
         if isinstance(value, nn.Module):

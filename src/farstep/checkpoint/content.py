@@ -15,7 +15,7 @@ from torch import Tensor
 from farstep.checkpoint.archives import Range, check_archive, loaded
 from farstep.checkpoint.dcp import check_extent, collected_values
 from farstep.checkpoint.local_disk import DiskFile, LocalDisk
-from farstep.checkpoint.manifest import TensorInfo
+from farstep.checkpoint.manifest import WORKERS, TensorInfo
 from farstep.checkpoint.no_links import file_to_read
 from farstep.checkpoint.pickles import Refused
 from farstep.checkpoint.sources import Source, StoredTensor, format_of, source_of
@@ -142,7 +142,8 @@ def content_of(storage: Storage, verify: bool, stack: ExitStack) -> Content:
         return _of_torch(storage)
     inner, manifest = source_of(storage, verify)
     source = Source(inner, manifest, verify, stack)
-    return Content(manifest.tree, dict(source.tensors()), kind, info_of_save=manifest.info)
+    info = {key: value for key, value in manifest.info.items() if key != WORKERS}
+    return Content(manifest.tree, dict(source.tensors()), kind, info_of_save=info)
 
 
 def content_of_state(state: Any) -> Content:

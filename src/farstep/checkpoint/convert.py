@@ -15,7 +15,7 @@ from farstep.checkpoint.manifest import MANIFEST, is_ours
 from farstep.checkpoint.placing import PathLike, aside, exists, refuse_overlap
 from farstep.checkpoint.ranks import Ranks
 from farstep.checkpoint.saving import Draft, written
-from farstep.checkpoint.storage import Storage, storage_of
+from farstep.checkpoint.storage import Storage, refuse_swapped, storage_of
 from farstep.checkpoint.tree import children, is_container, joined
 from farstep.checkpoint.writing import Progress, Tally, Write
 from farstep.errors import CheckpointError
@@ -83,6 +83,7 @@ def save_dcp(
     storage_options: dict[str, Any] | None = None,
 ) -> None:
     """Save a state of this process alone as a checkpoint that torch.distributed.checkpoint.load reads."""
+    refuse_swapped("save_dcp(state, path)", state, path)
     content = content_of_state(state).selected(None, keep_ranks=False)
     _put(content, path, "dcp", True, overwrite, 0, progress, storage_options)
 

@@ -7,24 +7,28 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from farstep import errors
 from farstep.checkpoint.local_disk import LocalDisk
+from farstep.checkpoint.ranks import Ranks
 from farstep.checkpoint.remote import RemoteStorage
 from farstep.checkpoint.storage import Storage
+from farstep.checkpoint.tree import MOST_DEPTH, joined, plain_key
 from farstep.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from farstep.checkpoint.rpc_stopping import Stopped
     from farstep.optim.distributed import DistributedOptimizer
     from farstep.optim.owners import Outcome
     from farstep.rpc.agent import Agent
     from farstep.rpc.membership import WorkerInfo
     from farstep.rpc.rref import RRef
 
-__all__ = ["Elsewhere", "Target", "agent_of", "by_owner", "failure", "is_below", "placed", "reference_in", "sharded_state", "spread_optimizer", "target_of"]  # fmt: skip
+__all__ = ["Elsewhere", "Target", "agent_of", "by_owner", "failure", "hidden", "is_below", "placed", "reference_in", "sharded_state", "spread_optimizer", "steps_stopped", "target_of", "within"]  # fmt: skip
 
 Target = tuple[str, dict[str, Any]]
 """A directory's path or URL, and options for fsspec: what `storage_of` makes a storage of."""
@@ -55,6 +59,49 @@ def spread_optimizer(value: Any) -> DistributedOptimizer | None:
     return value if optim is not None and isinstance(value, optim.DistributedOptimizer) else None
 
 
+def within(
+    value: Any, name: str = "", *, for_another: bool = False, depth: int = 0
+) -> Iterator[tuple[str, Any]]:
+    """References and DistributedOptimizers in dicts and lists, with their names. `for_another`: references of what this worker owns are followed."""
+    if depth > MOST_DEPTH:
+        raise CheckpointError(f"{name[:200]!r} is nested too deep, or has itself inside")
+    rref = reference_in(value)
+    if rref is not None and for_another and rref.is_owner():
+        yield from within(rref.local_value(), name, for_another=True, depth=depth + 1)
+    elif rref is not None or spread_optimizer(value) is not None:
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from within(each, joined(name, plain_key(key)), for_another=for_another, depth=depth + 1)
+    elif isinstance(value, list | tuple):
+        for number, each in enumerate(value):
+            yield from within(each, joined(name, number), for_another=for_another, depth=depth + 1)
+
+
+@contextmanager
+def steps_stopped(state: Any, ranks: Ranks, doing: str) -> Iterator[Stopped | None]:
+    """For a save: no DistributedOptimizer in the state takes a step, whichever worker has it. None if the state has nothing of RPC."""
+    if not ranks.alone or "farstep.rpc.rref" not in sys.modules:
+        yield None  # what cannot be saved so is refused later, with its place
+        return
+    references, optimizers = {}, {}
+    for name, value in within(state):
+        if (rref := reference_in(value)) is not None:
+            references[name] = rref
+        else:
+            optimizers[name] = value
+    if "" in {**references, **optimizers} or not (references or optimizers):
+        yield None
+        return
+    from farstep.checkpoint.rpc_stopping import Stopped
+
+    stopped = Stopped(references, optimizers, doing, ranks.rpc_timeout, saves=True)
+    try:
+        yield stopped
+    finally:
+        stopped.drop()
+
+
 def sharded_state(optimizer: DistributedOptimizer, name: str, timeout: float) -> dict[str, Any]:
     """By the names of parameters, with references of copies that their owners have made. Raises CheckpointError."""
     try:
@@ -75,6 +122,14 @@ def target_of(storage: Storage) -> Target:
     raise CheckpointError(
         f"{storage} is a {type(storage).__name__}, which other workers cannot be told of: a state with RRefs or a DistributedOptimizer in it needs a path or a "
         f"URL that all workers reach"
+    )
+
+
+def hidden(name: str) -> CheckpointError:
+    """For what another worker could not find before it asked for the state."""
+    return CheckpointError(
+        f"{name!r} is a reference or a DistributedOptimizer in what an object's state_dict gives, on another worker: put it into a dict or list beside the object, and save a "
+        f"reference of that"
     )
 
 
@@ -104,7 +159,7 @@ def is_below(name: str, heads: Container[str]) -> bool:
 def placed(tree: Any, nodes: Mapping[str, Any]) -> Any:
     """The tree, with the owners' nodes in place."""
     if isinstance(tree, Elsewhere):
-        return nodes[tree.name]
+        return placed(nodes[tree.name], nodes)
     if isinstance(tree, dict):
         return {key: placed(each, nodes) for key, each in tree.items()}
     if isinstance(tree, list):

@@ -14,7 +14,7 @@ from farstep.checkpoint.manifest import Manifest
 from farstep.checkpoint.ranks import Ranks
 from farstep.checkpoint.renaming import Rename
 from farstep.checkpoint.sources import fill, manifest_of, opened_by_all, source_of
-from farstep.checkpoint.storage import Storage, storage_of
+from farstep.checkpoint.storage import Storage, refuse_swapped, storage_of
 from farstep.checkpoint.stored_values import read_values
 from farstep.checkpoint.tree import decode
 from farstep.checkpoint.writing import Progress
@@ -59,6 +59,7 @@ def load(
     CheckpointMismatch, and anything else that is found before reading, changes nothing. After DamagedCheckpoint tensors may be partly
     written, on all ranks.
     """
+    refuse_swapped("load(state, path)", state, path)
     ranks = Ranks(group, no_dist, rpc_timeout)
     given = storage_of(path, storage_options)
     storage, manifest = opened_by_all(given, ranks, verify)
@@ -80,6 +81,7 @@ def load(
         from farstep.checkpoint.rpc_loading import OwnersLoad
 
         owners = OwnersLoad(filling, target_of(given), storage, manifest, strict, convert_dtype, rename, verify, ranks.rpc_timeout)  # fmt: skip
+        owners.prepare()
     carry_out(filling, storage, manifest, ranks, doing, verify, progress, owners)
     return filling.report
 
@@ -96,7 +98,7 @@ def carry_out(
 ) -> None:
     """Read what has been prepared, on all ranks and owners, and when all have it, put it in place."""
     try:
-        with ranks.all_or_none(doing), owners or nullcontext():
+        with ranks.all_or_none(doing), nullcontext() if owners is None else owners.reading():
             fill(storage, manifest, filling.wanted, ranks=ranks.count, verify=verify, progress=progress)
             filling.finish()
         with ranks.all_or_none(doing):

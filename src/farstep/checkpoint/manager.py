@@ -11,6 +11,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from farstep.checkpoint.async_save import saved_behind
+from farstep.checkpoint.elsewhere import steps_stopped
 from farstep.checkpoint.filling import Report
 from farstep.checkpoint.handle import SaveHandle, settle
 from farstep.checkpoint.listing import named
@@ -25,7 +26,7 @@ from farstep.checkpoint.writing import Progress
 from farstep.errors import CheckpointBusy, CheckpointError, DamagedCheckpoint, NoCheckpoint
 from farstep.state.adapters.ranks import Group
 
-__all__ = ["CheckpointManager", "Resumed"]
+__all__ = ["CheckpointManager", "Resumed", "check_files"]
 
 _DIRECTORY = re.compile(r"step_(\d{1,18})")
 _DIGITS = 9
@@ -98,11 +99,13 @@ class CheckpointManager:
         progress: Progress | None = None,
     ) -> None:
         """As `farstep.checkpoint.save`, in place of any other of this step; then let go what need not be kept."""
+        _refuse_swapped("save", state, step)
         storage, ranks, info = self._begun(step, metric)
         settle(ranks, f"saving into {storage}")
-        draft = drafted(state, storage, ranks)
-        draft.info = info
-        self._write(draft, progress)
+        with steps_stopped(state, ranks, f"saving into {storage}") as stopped:
+            draft = drafted(state, storage, ranks, stopped)
+            draft.info = info
+            self._write(draft, progress)
 
     def async_save(
         self,
@@ -113,6 +116,7 @@ class CheckpointManager:
         progress: Progress | None = None,
     ) -> SaveHandle:
         """As `farstep.checkpoint.async_save`. What need not be kept goes when the new one is whole, in the background too."""
+        _refuse_swapped("async_save", state, step)
         storage, ranks, info = self._begun(step, metric)
 
         def write(draft: Draft, told: Progress) -> None:
@@ -224,6 +228,10 @@ class CheckpointManager:
         """Of all checkpoints, the oldest first. Whether each is whole has not been looked at."""
         return self._found()[0]
 
+    def unfinished(self) -> list[int]:
+        """Steps of which there is only what a save leaves that has not finished, or is still writing."""
+        return self._found()[1]
+
     def newest(self) -> int | None:
         """The last step whose checkpoint has a manifest that is valid and all its files, as long as they should be. Their content is compared when it is loaded;
         one that this manager has found damaged then is passed over."""
@@ -231,7 +239,7 @@ class CheckpointManager:
             try:
                 if step in self._damaged:
                     continue
-                _check_files(self._storage.at(_name(step)))
+                check_files(self._storage.at(_name(step)))
                 return step
             except (DamagedCheckpoint, NoCheckpoint):
                 continue
@@ -340,6 +348,13 @@ def _name(step: int) -> str:
     return f"step_{step:0{_DIGITS}d}"
 
 
+def _refuse_swapped(call: str, state: Any, step: Any) -> None:
+    if isinstance(state, int) and not isinstance(step, int):
+        raise TypeError(
+            f"state first, then the step: {call}(state, step). The first argument is {state!r}, the second a {type(step).__name__}"
+        )
+
+
 def _checked_step(step: Any) -> int:
     if type(step) is bool or not isinstance(step, int) or not 0 <= step < 10**18:
         raise ValueError(f"the step is {step!r}: give a whole number from 0 on")
@@ -371,7 +386,8 @@ def _metric_in(manifest: Manifest) -> float | None:
     return float(found) if isinstance(found, int | float) else None
 
 
-def _check_files(storage: Storage) -> None:
+def check_files(storage: Storage) -> Manifest:
+    """The manifest, if all files that it names are there, as long as they should be. Raises DamagedCheckpoint or NoCheckpoint."""
     manifest = manifest_of(storage)
     for file in manifest.files:
         try:
@@ -385,6 +401,7 @@ def _check_files(storage: Storage) -> None:
                 )
         finally:
             stored.close()
+    return manifest
 
 
 def _listed(steps: list[int]) -> str:

@@ -47,6 +47,7 @@ __all__ = [
     "MANIFEST",
     "MOST_DIMENSIONS",
     "MOST_RANKS",
+    "WORKERS",
     "Boxes",
     "File",
     "Manifest",
@@ -67,6 +68,8 @@ _TAIL = b"}\n"
 _HEAD_BYTES = len(_HEAD % (b"0" * 32))
 _DATA_FILE = re.compile(r"[0-9a-f]{16}\.\d{1,7}\.safetensors")
 _ASIDE = re.compile(r"manifest\.json(\.[0-9a-f]{16})?\.tmp")
+WORKERS = "workers"
+"""In `info`: the names of the workers of RPC that wrote, where the numbers of ranks are no ranks."""
 MOST_DIMENSIONS = 64
 
 

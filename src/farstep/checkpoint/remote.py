@@ -91,6 +91,11 @@ class RemoteStorage(Storage):
         names = [each["name"].rstrip("/").rpartition("/")[2] for each in found if each["type"] == kind]
         return [name for name in names if name]
 
+    def modified(self, name: str) -> float:
+        """When, in seconds since 1970. Raises what the file system raises if it cannot tell."""
+        found: float = self._call("modified", self._at(name)).timestamp()
+        return found
+
     def create(self, name: str, nbytes: int) -> NewFile:
         return _NewFile(self, name, nbytes)
 

@@ -1,7 +1,7 @@
 """What an owner does for a checkpoint of another worker: the functions that its messages name.
 
 [Note: what a caller may do] An owner writes into the directory that it is told, which must be there, and in it new files only, which are called as a save's data files are;
-it reads what a manifest in that directory names, which is beside it. It follows no links in either. What it saves and fills are values that the caller has references of. A worker
+it reads what a manifest in that directory names, which is beside it. It follows no links in either. What it saves and fills are values that the caller has references of, and what others own within these, as far as it can itself. For so long a DistributedOptimizer among them takes no step. A worker
 with `trusted` set allows none of it, unless `farstep.checkpoint.rpc_calls` is in there. Even then it takes paths, and URLs of storages, but none of fsspec's URLs that
 are made of others or of templates, which run more than they reach.
 """
@@ -12,14 +12,14 @@ import re
 import sys
 import time
 from collections.abc import Container, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from farstep.checkpoint.collecting import Collected, collected
-from farstep.checkpoint.elsewhere import Target, is_below
+from farstep.checkpoint.elsewhere import Target, is_below, placed, reference_in, sharded_state, within
 from farstep.checkpoint.filling import Filling
 from farstep.checkpoint.manifest import Manifest
 from farstep.checkpoint.ranks import Ranks
@@ -37,7 +37,10 @@ from farstep.rpc.current import current_agent
 from farstep.rpc.rref import RRef, local_value_of
 from farstep.state import Layout
 
-__all__ = ["Staged", "Written", "commit", "fill", "prepare", "read_states", "stage", "write", "write_staged"]
+if TYPE_CHECKING:
+    from farstep.checkpoint.rpc_loading import OwnersLoad
+
+__all__ = ["Look", "Staged", "Written", "abandon", "commit", "fill", "look", "prepare", "read_states", "resume", "stage", "stop_steps", "write", "write_staged"]  # fmt: skip
 
 T = TypeVar("T")
 Entries = list[tuple[str, RRef[Any]]]
@@ -48,15 +51,85 @@ Written = tuple[dict[str, Any], Kinds, Columns]
 _MOST_WRITERS = 100_000
 
 
+# -- before either ----------------------------------------------------------------------------------------
+
+
+class Look:
+    """The DistributedOptimizers in what this worker has of a state. They go on when the caller says so, or does not refer to this any more."""
+
+    def __init__(self) -> None:
+        self.optimizers: dict[str, Any] = {}
+        self.states: dict[str, Any] = {}
+        """For a save: by name, as `state_dict(sharded=True)` gives it."""
+        self._stops: list[Any] = []
+
+    def _stop(self, who: str, timeout_s: float) -> None:
+        gates = {each._gate for each in self.optimizers.values()}
+        for gate in sorted(gates, key=lambda each: each.number):
+            self._stops.append(gate.stop(who, timeout_s * 0.8, timeout_s * 3))
+
+    def _resume(self) -> bool:
+        stops, self._stops = self._stops, []
+        were_stopped = [each.release() for each in stops]
+        return all(were_stopped)
+
+    def __del__(self) -> None:
+        self._resume()
+
+
+def look(known: RRef[Look] | None, entries: Entries) -> tuple[RRef[Look], list[tuple[str, RRef[Any]]], bool]:
+    """What these are made of: references of what others own, and whether there are optimizers. The first is for `stop_steps`."""
+    seen = RRef(Look()) if known is None else known
+    this = _local(seen, Look)
+    references: list[tuple[str, RRef[Any]]] = []
+    for name, rref in entries:
+        for inner, value in within(_value(name, rref), name, for_another=True):
+            if (nested := reference_in(value)) is not None:
+                references.append((inner, nested))
+            else:
+                this.optimizers[inner] = value
+    return seen, references, bool(this.optimizers)
+
+
+def stop_steps(
+    seen: RRef[Look], who: str, timeout_s: float, saves: bool
+) -> dict[str, list[tuple[str, RRef[Any]]]]:
+    """No optimizer that was seen takes a step from now on. If it is to be saved, returns where the copies of its state are, by the names that these have."""
+    this = _local(seen, Look)
+    found: dict[str, list[tuple[str, RRef[Any]]]] = {}
+    try:
+        this._stop(str(who)[:1000], timeout_s)
+        for name, optimizer in this.optimizers.items() if saves else ():
+            state = this.states[name] = sharded_state(optimizer, name, timeout_s * 0.9)
+            found[name] = list(within(state, name, for_another=True))
+    except BaseException:
+        this._resume()
+        raise
+    return found
+
+
+def resume(seen: RRef[Look]) -> bool:
+    """The steps go on. Returns whether there were none until now."""
+    return _local(seen, Look)._resume()
+
+
 # -- saving -----------------------------------------------------------------------------------------------
 
 
-def write(target: Target, save: str, number: int, count: int, entries: Entries, timeout_s: float) -> Written:
+def write(
+    target: Target,
+    save: str,
+    number: int,
+    count: int,
+    entries: Entries,
+    seen: RRef[Look] | None,
+    timeout_s: float,
+) -> Written:
     """Write these into files of this owner's own, which is writer `number` of `count`."""
     storage = _storage_for(target, save, number, count)
     values = {name: _value(name, rref) for name, rref in entries}
     with _while_nobody_steps(values, timeout_s), _told_of("saving into", storage):
-        nodes, kinds, writes = _drafted(values)
+        nodes, kinds, writes = _drafted(values, seen)
         part = write_part(storage, save, number, count, writes, _within(timeout_s))
     return nodes, kinds, _columns(part)
 
@@ -64,8 +137,8 @@ def write(target: Target, save: str, number: int, count: int, entries: Entries, 
 class Staged:
     """A copy of values, until it is written. The caller's reference keeps it, and drops it."""
 
-    def __init__(self, values: Mapping[str, Any], copies: Container[str]) -> None:
-        self.nodes, self.kinds, writes = _drafted(values)
+    def __init__(self, values: Mapping[str, Any], copies: Container[str], seen: RRef[Look] | None) -> None:
+        self.nodes, self.kinds, writes = _drafted(values, seen)
         self._spare = spare_staging()
         own = [number for number, each in enumerate(writes) if not is_below(each.name, copies)]
         for number, moved in zip(own, self._spare.copy([writes[n] for n in own], 1).writes(), strict=True):
@@ -85,11 +158,11 @@ class Staged:
         give_back(self._spare)
 
 
-def stage(entries: Entries, copies: set[str], timeout_s: float) -> RRef[Staged]:
+def stage(entries: Entries, copies: set[str], seen: RRef[Look] | None, timeout_s: float) -> RRef[Staged]:
     """Copy these as they are now, but for those that are copies already."""
     values = {name: _value(name, rref) for name, rref in entries}
     with _while_nobody_steps(values, timeout_s):
-        return RRef(Staged(values, copies))
+        return RRef(Staged(values, copies, seen))
 
 
 def write_staged(
@@ -114,14 +187,15 @@ def _storage_for(target: Target, save: str, number: int, count: int) -> Storage:
     return storage_of(*_checked(target))
 
 
-def _drafted(values: Mapping[str, Any]) -> tuple[dict[str, Any], Kinds, list[Write]]:
-    """The entries' nodes, their tensors, and what is to be written."""
-    found = collected(values, Ranks(alone=True))
-    _refuse_nested(found.references)
+def _drafted(values: Mapping[str, Any], seen: RRef[Look] | None) -> tuple[dict[str, Any], Kinds, list[Write]]:
+    """The entries' nodes, their tensors, and what is to be written. What others own is in the nodes as ("elsewhere", name), which no tree has otherwise."""
+    states = {} if seen is None else _local(seen, Look).states
+    found = collected(values, Ranks(alone=True), states, for_another=True)
     _refuse_spread(found)
     layout = Layout({name: each.spread for name, each in found.tensors.items()})
     kinds = {name: (each.dtype, tuple(each.shape)) for name, each in found.tensors.items()}
-    return found.tree["dict"], kinds, shared_out(layout, found.tensors, 0)
+    marks = {name: ("elsewhere", name) for name in found.references}
+    return placed(found.tree["dict"], marks), kinds, shared_out(layout, found.tensors, 0)
 
 
 def _columns(part: Part) -> Columns:
@@ -166,6 +240,8 @@ class _Load:
 
     def __init__(self, storage: Storage, manifest: Manifest, filling: Filling, verify: bool) -> None:
         self.storage, self.manifest, self.filling, self.verify = storage, manifest, filling, verify
+        self.owners: OwnersLoad | None = None
+        """Of what others own within that."""
 
 
 def prepare(
@@ -176,23 +252,29 @@ def prepare(
     convert_dtype: bool,
     rename: Rename | None,
     verify: bool,
-) -> tuple[RRef[_Load], tuple[list[str], list[str], list[str], dict[str, str]]]:
-    """Look whether these fit. Nothing is read yet, but for the manifest. Returns what `fill` and `commit` take, and the report."""
+    timeout_s: float,
+) -> tuple[RRef[_Load], tuple[list[str], list[str], list[str], dict[str, str]], bool]:
+    """Look whether these fit. Nothing is read yet, but for the manifest and the state of optimizers. Returns what `fill` and `commit` take, the report, and whether `abandon` has anything to do."""
     if rename is not None and not isinstance(rename, Mapping):
         raise CheckpointError("names to rename come as a mapping")
     storage, manifest = _opened(target, save, verify)
     values = {name: _value(name, rref) for name, rref in entries}
     filling = Filling(storage, manifest, Ranks(alone=True), strict, convert_dtype, rename, verify)
     filling.prepare(values)
-    _refuse_nested({**filling.references, **filling.spread_optimizers})
+    load = _Load(storage, manifest, filling, verify)
+    if filling.references or filling.spread_optimizers:
+        from farstep.checkpoint.rpc_loading import OwnersLoad
+
+        load.owners = OwnersLoad(filling, target, storage, manifest, strict, convert_dtype, rename, verify, timeout_s * 0.9, current_agent())  # fmt: skip
+        load.owners.prepare()
     report = filling.report
-    return RRef(_Load(storage, manifest, filling, verify)), (report.missing, report.unexpected, report.reshaped, report.differences)  # fmt: skip
+    return RRef(load), (report.missing, report.unexpected, report.reshaped, report.differences), load.owners is not None  # fmt: skip
 
 
 def fill(load: RRef[_Load], timeout_s: float) -> None:
     """Read into the memory of the tensors."""
     this = _local(load, _Load)
-    with reading(this.storage):
+    with reading(this.storage), nullcontext() if this.owners is None else this.owners.reading():
         reads = reads_for(this.manifest, this.filling.wanted)
         threads = this.storage.threads
         read_into(this.storage, this.manifest, reads, verify=this.verify, progress=_within(timeout_s), threads=threads)  # fmt: skip
@@ -201,7 +283,17 @@ def fill(load: RRef[_Load], timeout_s: float) -> None:
 
 def commit(load: RRef[_Load]) -> None:
     """Put in place what is not tensors' memory."""
-    _local(load, _Load).filling.commit()
+    this = _local(load, _Load)
+    if this.owners is not None:
+        this.owners.commit()
+    this.filling.commit()
+
+
+def abandon(load: RRef[_Load]) -> None:
+    """Another owner could not prepare or read."""
+    this = _local(load, _Load)
+    if this.owners is not None:
+        this.owners.drop()
 
 
 def read_states(
@@ -272,14 +364,6 @@ def _value(name: str, rref: RRef[Any]) -> Any:
         f"{name!r} is a reference of a {type(value).__name__} on worker {current_agent().info.name!r}, which a load could not change there: a reference in a state is of a module, a "
         f"tensor, a dict or list, or an object with state_dict and load_state_dict"
     )
-
-
-def _refuse_nested(found: Mapping[str, Any]) -> None:
-    if found:
-        raise CheckpointError(
-            f"{next(iter(found))!r} is itself a reference, or an optimizer of references, within what worker {current_agent().info.name!r} owns: give it to the "
-            f"state by itself"
-        )
 
 
 def _within(timeout_s: float) -> Progress | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from farstep.checkpoint.elsewhere import Target, agent_of, by_owner, failure
 from farstep.checkpoint.filling import Filling
 from farstep.checkpoint.manifest import Manifest
 from farstep.checkpoint.renaming import Place, Rename, new_name
+from farstep.checkpoint.rpc_stopping import Stopped
 from farstep.checkpoint.storage import Storage
 from farstep.checkpoint.stored_values import read_values
 from farstep.checkpoint.tree import decode, joined
@@ -42,43 +43,52 @@ class OwnersLoad:
         rename: Rename | None,
         verify: bool,
         rpc_timeout: float,
+        agent: Agent | None = None,
     ) -> None:
+        """`agent`: for another worker, which has stopped all steps; it loads what has this in it."""
         self._filling, self._storage, self._manifest = filling, storage, manifest
         self._strict, self._convert_dtype, self._rename, self._verify = strict, convert_dtype, rename, verify
         self._target = target
-        self._agent: Agent = (
+        self._agent: Agent = agent or (
             agent_of(filling.references)
             if filling.references
             else next(iter(filling.spread_optimizers.values()))[0]._agent
         )
+        self._is_nested = agent is not None
         self._timeout_s = self._agent.effective_timeout(rpc_timeout)
         self._loads: dict[WorkerInfo, Any] = {}
+        self._with_others: list[WorkerInfo] = []
+        """Owners of things within which there are others'."""
         self._plans: list[tuple[DistributedOptimizer, Plan]] = []
-        self._changing = ExitStack()
-        self._reading: Future[Outcome] | None = None
+        self._stopped: Stopped | None = None
 
-    def __enter__(self) -> None:
-        """Look whether all fits; nothing has changed anywhere if that raises. Then owners begin to read."""
+    def prepare(self) -> None:
+        """Stop the optimizers, and look whether all fits; nothing has changed anywhere if that raises."""
+        optimizers = {name: each for name, (each, _) in self._filling.spread_optimizers.items()}
         try:
+            if not self._is_nested:
+                self._stopped = Stopped(self._filling.references, optimizers, f"loading from {self._storage}", self._timeout_s, saves=False)  # fmt: skip
             self._prepare_values()
             for name, (optimizer, place) in self._filling.spread_optimizers.items():
-                self._changing.enter_context(optimizer._changing)
                 self._prepare_optimizer(optimizer, place, name)
         except BaseException:
-            self._end()
+            self.drop()
             raise
-        args = {owner: (load, self._timeout_s) for owner, load in self._loads.items()}
-        pool = self._changing.enter_context(ThreadPoolExecutor(1, "farstep-load"))
-        self._reading = pool.submit(copy_context().run, self._ask, rpc_calls.fill, args)
 
-    def __exit__(self, kind: Any, *_: object) -> None:
-        """All owners have read; or one has not, or this process has not, and there is nothing to commit."""
-        assert self._reading is not None
-        outcome = self._reading.result()
-        if outcome.errors or kind is not None:
-            self._end()
-        if outcome.errors and kind is None:
-            raise self._failure(outcome, "did not load its part", "What it has may be partly loaded: load again, or another checkpoint, before it is used")  # fmt: skip
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Owners read, and this process does what is inside; if one of them fails there is nothing to commit."""
+        args = {owner: (load, self._timeout_s) for owner, load in self._loads.items()}
+        try:
+            with ThreadPoolExecutor(1, "farstep-load") as pool:
+                reading = pool.submit(copy_context().run, self._ask, rpc_calls.fill, args)
+                yield
+            outcome = reading.result()
+            if outcome.errors:
+                raise self._failure(outcome, "did not load its part", "What it has may be partly loaded: load again, or another checkpoint, before it is used")  # fmt: skip
+        except BaseException:
+            self.drop()
+            raise
 
     def commit(self) -> None:
         try:
@@ -89,16 +99,22 @@ class OwnersLoad:
                 with _as_checkpoint_error(f"{self._storage} was not loaded into all owners of an optimizer"):
                     self._plans[0][0]._commit_load(self._plans[0][1], self._timeout_s)
                 del self._plans[0]
+            self._loads.clear()
+            if self._stopped is not None:
+                self._stopped.resume()
         finally:
-            self._end()
+            self.drop()
 
-    def _end(self) -> None:
-        """Owners drop what they have prepared and not put in place."""
+    def drop(self) -> None:
+        """Owners drop what they have prepared and not put in place, and the steps go on."""
+        if self._loads:
+            self._ask(rpc_calls.abandon, {owner: (self._loads[owner],) for owner in self._with_others})
         self._loads.clear()
         for optimizer, _ in self._plans:
             optimizer._abandon_load()
         self._plans.clear()
-        self._changing.close()
+        if self._stopped is not None:
+            self._stopped.drop()
 
     def _prepare_values(self) -> None:
         rename = self._rename
@@ -115,15 +131,19 @@ class OwnersLoad:
                 self._convert_dtype,
                 rename,
                 self._verify,
+                self._timeout_s,
             )
             for owner, entries in by_owner(self._filling.references).items()
         }
         outcome = self._ask(rpc_calls.prepare, args)
+        for owner, (load, _, has_others) in outcome.results.items():
+            self._loads[owner] = load
+            if has_others:
+                self._with_others.append(owner)
         if outcome.errors:
             raise self._failure(outcome, "cannot load its part", "Nothing has been changed")
         report = self._filling.report
-        for owner, (load, (missing, unexpected, reshaped, differences)) in outcome.results.items():
-            self._loads[owner] = load
+        for missing, unexpected, reshaped, differences in (each for _, each, _ in outcome.results.values()):
             report.missing += missing
             report.unexpected += unexpected
             report.reshaped += reshaped

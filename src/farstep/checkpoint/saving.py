@@ -16,23 +16,26 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
 
 from farstep.checkpoint.collecting import Collected, collected
-from farstep.checkpoint.elsewhere import placed
+from farstep.checkpoint.elsewhere import placed, steps_stopped
 from farstep.checkpoint.handle import settle
-from farstep.checkpoint.manifest import MANIFEST, Boxes, File, Manifest, TensorInfo, is_ours
+from farstep.checkpoint.manifest import MANIFEST, WORKERS, Boxes, File, Manifest, TensorInfo, is_ours
 from farstep.checkpoint.memory import bytes_of, is_plain
 from farstep.checkpoint.ranks import Ranks, has_told
-from farstep.checkpoint.storage import MOST_READ_BYTES, Storage, storage_of
+from farstep.checkpoint.storage import MOST_READ_BYTES, Storage, refuse_swapped, storage_of
 from farstep.checkpoint.tree import merged
 from farstep.checkpoint.writing import Part, Progress, Write, shared_out, write_part
 from farstep.errors import CheckpointError, DamagedCheckpoint, StorageFailed
 from farstep.state import Layout, Shards, Spread
 from farstep.state.adapters.ranks import Group
+
+if TYPE_CHECKING:
+    from farstep.checkpoint.rpc_stopping import Stopped
 
 __all__ = ["Draft", "drafted", "is_in_place", "save", "written"]
 
@@ -59,13 +62,15 @@ def save(
     A checkpoint that is there already stays until the new one is whole; then it is gone. Whatever fails, on whichever rank, is raised on all, and leaves
     what was there before. With `no_dist` this process saves by itself. `progress(bytes_done, bytes_total)` tells of this rank's part.
 
-    One process may save what workers of RPC own: RRefs, RemoteModules and DistributedOptimizers in the state. Each owner writes its part, into the same directory,
-    in at most `rpc_timeout` seconds (0: any time), by default RPC's own timeout.
+    One process may save what workers of RPC own: RRefs, RemoteModules and DistributedOptimizers in the state, and RRefs of DistributedOptimizers that other workers have.
+    Each owner writes its part, into the same directory, in at most `rpc_timeout` seconds (0: any time), by default RPC's own timeout. Meanwhile these optimizers take no step.
     """
+    refuse_swapped("save(state, path)", state, path)
     storage = storage_of(path, storage_options)
     ranks = Ranks(group, no_dist, rpc_timeout)
     settle(ranks, f"saving into {storage}")
-    written(drafted(state, storage, ranks), progress)
+    with steps_stopped(state, ranks, f"saving into {storage}") as stopped:
+        written(drafted(state, storage, ranks, stopped), progress)
 
 
 @dataclass
@@ -85,24 +90,33 @@ class Draft:
     """Of these, those of copies that were made for this."""
     staged: Mapping[Any, Any] | None = None
     """What these workers have copied aside, by owner; None: they write what they have."""
+    workers: Sequence[str] = ()
+    """The names of those who write, if they are workers of RPC: this one's first."""
+    stopped: Stopped | None = None
+    """The optimizers that take no step until it is written or copied."""
 
     @property
     def doing(self) -> str:
         return f"saving into {self.storage}"
 
 
-def drafted(state: Any, storage: Storage, ranks: Ranks) -> Draft:
+def drafted(state: Any, storage: Storage, ranks: Ranks, stopped: Stopped | None = None) -> Draft:
     """Look at the state, without touching the storage."""
     doing = f"saving into {storage}"
     found, error = Collected(None), None
     try:
-        found = collected(state, ranks)
+        found = collected(state, ranks, None if stopped is None else stopped.states)
     except Exception as exc:
         error = exc
     tree, spreads = _agreed(found, ranks, doing, error)
     writes = shared_out(Layout(spreads), found.tensors, ranks.rank)
     tensors = {name: TensorInfo(spread.dtype, spread.shape) for name, spread in spreads.items()}
-    return Draft(storage, ranks, tree, tensors, writes, references=found.references, copies=found.copies)
+    draft = Draft(storage, ranks, tree, tensors, writes, references=found.references, copies=found.copies)
+    if stopped is not None:
+        draft.stopped = stopped
+        draft.references |= stopped.references
+        draft.copies |= stopped.copies
+    return draft
 
 
 def written(draft: Draft, progress: Progress | None) -> None:
@@ -125,6 +139,8 @@ def written(draft: Draft, progress: Progress | None) -> None:
             with ranks.all_or_none(draft.doing), _told_of(storage):
                 if draft.references:
                     part, parts = _written_by_owners(draft, save, progress)
+                    if draft.stopped is not None:
+                        draft.stopped.resume()
                 else:
                     part = write_part(storage, save, ranks.rank, ranks.count, draft.writes, progress)
             if not draft.references:
@@ -160,9 +176,11 @@ def _written_by_owners(draft: Draft, save: str, progress: Progress | None) -> tu
         draft.ranks.rpc_timeout,
         lambda count: write_part(draft.storage, save, 0, count, draft.writes, progress),
         draft.staged,
+        draft.stopped,
     )
     draft.tree = placed(draft.tree, others.nodes)
     draft.tensors = {**draft.tensors, **others.tensors}
+    draft.workers = others.workers
     return own, [own, *others.parts]
 
 
@@ -278,7 +296,7 @@ def _manifest(draft: Draft, save: str, parts: Sequence[Part]) -> Manifest:
         draft.tensors,
         boxes,
         checksums,
-        info=draft.info,
+        info={**draft.info, WORKERS: draft.workers} if draft.workers else draft.info,
     )
 
 

@@ -148,6 +148,15 @@ def storage_of(path: str | os.PathLike[str] | Storage, options: dict[str, Any] |
     return RemoteStorage(text, options or {}) if local is None else LocalDisk(local)
 
 
+def refuse_swapped(call: str, state: Any, path: Any) -> None:
+    """Raises TypeError if the state is a path and the path is none. `call` says how to call it."""
+    places = (str, os.PathLike, Storage)
+    if isinstance(state, places) and not isinstance(path, places):
+        raise TypeError(
+            f"state first, then the path: {call}. The first argument is {str(state)[:200]!r}, the second a {type(path).__name__}"
+        )
+
+
 def local_path(text: str) -> str | None:
     """Of a path or URL the path on this machine; None if it is elsewhere."""
     if "://" not in text:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -19,14 +20,51 @@ Print = Callable[[int, str], None]
 
 
 def run_script(
-    script: str, args: Sequence[str], world_size: int, show: Print, *, compat: bool = False
+    script: str,
+    args: Sequence[str],
+    world_size: int,
+    show: Print,
+    *,
+    compat: bool = False,
+    max_restarts: int = 0,
+    keep_going: bool = False,
+    say: Callable[[str], None] = lambda line: None,
 ) -> int:
     """Run `world_size` copies of a script to their end; return 0, or the code of the first that failed.
 
     Each has RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, so that `init_rpc` with its default
-    `env://` finds the others. When one fails the others are stopped. `show(rank, line)` gets each line of output.
+    `env://` finds the others. `show(rank, line)` gets each line of output, `say(line)` what is said of the whole group.
     With `compat` the script is one for torch.distributed.rpc, and runs on farstep unedited.
+
+    When one fails the others are stopped, and all are started again, up to `max_restarts` times, with the number of the restart in
+    FARSTEP_RESTART. With `keep_going` the others are not stopped; what failed is said when all have ended.
     """
+    for restart in range(max_restarts + 1):
+        codes = _run_once(script, args, world_size, show, compat, keep_going, restart)
+        failed = {rank: code for rank, code in enumerate(codes) if code}
+        if not failed:
+            return 0
+        if restart < max_restarts:
+            told = "; ".join(f"rank {rank} {_how(code)}" for rank, code in failed.items())
+            say(f"{told}. All {world_size} ranks are started again (restart {restart + 1} of {max_restarts})")
+    if keep_going:
+        say(_summary(codes))
+    elif max_restarts:
+        say(f"failed again after {max_restarts} restart{'s' if max_restarts > 1 else ''}: giving up")
+    code = next(code for code in codes if code)
+    return 128 - code if code < 0 else code
+
+
+def _run_once(
+    script: str,
+    args: Sequence[str],
+    world_size: int,
+    show: Print,
+    compat: bool,
+    keep_going: bool,
+    restart: int,
+) -> list[int | None]:
+    """The codes with which the copies have ended; None for those that were stopped because of others."""
     port = _free_port()
     workers: list[subprocess.Popen[str]] = []
     readers: list[threading.Thread] = []
@@ -40,7 +78,7 @@ def run_script(
                     "LOCAL_RANK": str(rank),
                     "WORLD_SIZE": str(world_size),
                 }
-                | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+                | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "FARSTEP_RESTART": str(restart)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -51,7 +89,7 @@ def run_script(
             reader = threading.Thread(target=_read, args=(rank, worker.stdout, show), daemon=True)
             reader.start()
             readers.append(reader)
-        return _first_failure(workers, show)
+        return _awaited(workers, show, keep_going)
     finally:
         _stop(workers)
         for reader in readers:
@@ -73,18 +111,34 @@ def _read(rank: int, stream: IO[str] | None, show: Print) -> None:
         show(rank, line.rstrip("\n"))
 
 
-def _first_failure(workers: list[subprocess.Popen[str]], show: Print) -> int:
+def _awaited(workers: list[subprocess.Popen[str]], show: Print, keep_going: bool) -> list[int | None]:
+    """When all have ended; or, unless `keep_going`, when one has failed."""
+    told: set[int] = set()
     while True:
         codes = [worker.poll() for worker in workers]
+        left = [str(rank) for rank, code in enumerate(codes) if code is None]
         for rank, code in enumerate(codes):
-            if code:
-                how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
-                left = [str(other) for other, c in enumerate(codes) if c is None]
-                show(rank, f"[{how}{'; stopping rank ' + ', '.join(left) if left else ''}]")
-                return 128 - code if code < 0 else code
-        if None not in codes:
-            return 0
+            if code and rank not in told:
+                told.add(rank)
+                others = f"; rank {', '.join(left)} {'goes' if len(left) == 1 else 'go'} on" if keep_going else f"; stopping rank {', '.join(left)}"  # fmt: skip
+                show(rank, f"[{_how(code)}{others if left else ''}]")
+        if not left or (told and not keep_going):
+            return codes
         time.sleep(POLL_S)
+
+
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"was killed by signal {-code} ({signal.Signals(-code).name})"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def _summary(codes: Sequence[int | None]) -> str:
+    failed = [f"rank {rank} {_how(code)}" for rank, code in enumerate(codes) if code]
+    return f"{len(failed)} of {len(codes)} ranks failed: {'; '.join(failed)}"
 
 
 def _stop(workers: list[subprocess.Popen[str]]) -> None:

@@ -15,6 +15,7 @@ from farstep.optim.distributed import DistributedOptimizer
 from farstep.optim.parameters import parameter_rrefs
 
 if TYPE_CHECKING:
+    from farstep.optim.clip_together import clip_grad_norm_
     from farstep.optim.combined import CombinedOptimizer
     from farstep.optim.initial_state import init_state
     from farstep.optim.keyed import KeyedOptimizer
@@ -27,6 +28,7 @@ else:
     import_when_used(
         __name__,
         {
+            "clip_together": "clip_grad_norm_",
             "combined": "CombinedOptimizer",
             "initial_state": "init_state",
             "keyed": "KeyedOptimizer",
@@ -45,6 +47,7 @@ __all__ = [
     "KeyedOptimizerWrapper",
     "NamedOptimizer",
     "ShardedOptimizer",
+    "clip_grad_norm_",
     "init_state",
     "named_params_with_sharded_tensor",
     "parameter_rrefs",

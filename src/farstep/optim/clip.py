@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["clamping", "norms", "scaling", "total_norm"]
+__all__ = ["clamping", "norms", "scaling"]
 
 Change = Callable[[torch.Tensor, bool], torch.Tensor]
 """See `Gradients.change`."""
@@ -17,18 +17,15 @@ def norms(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     if not gradients:
         return torch.zeros(0)
     with torch.no_grad():
-        return torch.stack([torch.linalg.vector_norm(_values(g), norm_type).cpu() for g in gradients])
+        found = [torch.linalg.vector_norm(_values(g), norm_type) for g in gradients]
+        return torch.stack(
+            [getattr(n, "full_tensor", lambda n=n: n)().cpu() for n in found]
+        )  # of DTensors, too
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
     """The entries of a sparse gradient, those of one place added up."""
     return gradient if gradient.layout is torch.strided else gradient.detach().coalesce().values()
-
-
-def total_norm(parts: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """The norm of all gradients together, from the norms of each."""
-    found = [part for part in parts if part.numel()]
-    return torch.linalg.vector_norm(torch.cat(found), norm_type) if found else torch.tensor(0.0)
 
 
 def scaling(coefficient: torch.Tensor) -> Change:

@@ -84,6 +84,14 @@ class CombinedOptimizer(KeyedOptimizer):
         for _, part in self._parts:
             part.zero_grad(set_to_none)
 
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale the gradients of all parts by one norm: see `farstep.optim.clip_grad_norm_`."""
+        from farstep.optim.clip_together import clip_grad_norm_
+
+        return clip_grad_norm_(self, max_norm, norm_type, error_if_nonfinite)
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """A step of each. The closure is evaluated once for all, and again for those that ask for more, and those after them.
 

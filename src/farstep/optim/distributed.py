@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import is_not
@@ -14,8 +13,9 @@ from torch.optim import Optimizer
 
 from farstep.autograd.link import link_of
 from farstep.errors import AutogradError, OptimError, PayloadError, UnknownContext
-from farstep.optim import adapters, calls, clip, state_dicts
+from farstep.optim import adapters, calls, state_dicts
 from farstep.optim.failures import named_error, step_error
+from farstep.optim.gate import Gate
 from farstep.optim.groups import Group, copied, differ, options_of, parse_group, parse_groups
 from farstep.optim.local import Changes, LocalOptimizer, Spec
 from farstep.optim.owners import Outcome, ask_owners
@@ -86,8 +86,8 @@ class DistributedOptimizer(Optimizer):
         self._placed: list[Group] | None = None
         """The groups that the owners know. None while this is being made."""
         self._has_warned = False
-        self._changing = threading.RLock()
-        """Held while groups are added or a state is loaded: each is several messages."""
+        self._gate = Gate()
+        """Steps are stopped while groups are added or a state is loaded or saved: each is several messages."""
         defaults, options = self._create(_by_owner(enumerate(groups)))
         # What every optimizer has; the groups are known better here.
         super().__init__([{"params": []}], defaults)
@@ -114,7 +114,7 @@ class DistributedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group: "params" as in the constructor, and options. Either all owners take it, or none does."""
         if self._placed is not None:
-            with self._changing:
+            with self._gate.stopped("add_param_group", self._agent.rpc_timeout):
                 self._place(param_group, self._placed)
 
     def _place(self, param_group: dict[str, Any], placed: list[Group]) -> None:
@@ -160,8 +160,12 @@ class DistributedOptimizer(Optimizer):
         With `close` each owner also drops its part of the context, so that its end costs no further message; nothing
         but the end may come after that. `StepError` says which owners did not step, and which did.
         """
-        link = link_of(self._agent)
         context = self._context(context_id, "step")
+        with self._gate.passing():
+            self._step(context_id, context, close, timeout)
+
+    def _step(self, context_id: int, context: Context, close: bool, timeout: float) -> None:
+        link = link_of(self._agent)
         # Another worker's context is not this one's to bring to an end.
         close = close and context.opener == self._agent.info.id
         seconds = self._agent.effective_timeout(timeout)
@@ -259,10 +263,11 @@ class DistributedOptimizer(Optimizer):
         """Scale the context's gradients of all parameters together so that their norm is at most `max_norm`; returns the norm before.
 
         The same number as `torch.nn.utils.clip_grad_norm_` in one process. One message to each owner, and one more if they must be scaled.
+        `farstep.optim.clip_grad_norm_` clips several optimizers by one norm.
         """
         norm_type = float(norm_type)
-        parts = self._on_gradients("clip_grad_norm_", calls._norms, context_id, norm_type, timeout)
-        total = clip.total_norm(parts, norm_type)
+        norms = self._gradient_norms(context_id, norm_type, timeout)
+        total = torch.linalg.vector_norm(norms, norm_type) if norms.numel() else torch.tensor(0.0)
         if error_if_nonfinite and not total.isfinite():
             raise RuntimeError(
                 f"The total norm of order {norm_type} of the gradients in context {context_id} is non-finite ({total.item()}), so they "
@@ -270,8 +275,17 @@ class DistributedOptimizer(Optimizer):
             )
         coefficient = float(max_norm) / (total + 1e-6)
         if not coefficient >= 1.0:  # also where it is not a number
-            self._on_gradients("clip_grad_norm_", calls._scale, context_id, coefficient, timeout)
+            self._scale_gradients(context_id, coefficient, timeout)
         return total
+
+    def _gradient_norms(self, context_id: int, norm_type: float, timeout: float) -> torch.Tensor:
+        """Of each gradient in the context."""
+        parts = self._on_gradients("clip_grad_norm_", calls._norms, context_id, norm_type, timeout)
+        found = [part for part in parts if part.numel()]
+        return torch.cat(found) if found else torch.zeros(0)
+
+    def _scale_gradients(self, context_id: int, coefficient: torch.Tensor, timeout: float) -> None:
+        self._on_gradients("clip_grad_norm_", calls._scale, context_id, coefficient, timeout)
 
     def clip_grad_value_(
         self, context_id: int, clip_value: float, *, timeout: float = UNSET_RPC_TIMEOUT
@@ -319,14 +333,18 @@ class DistributedOptimizer(Optimizer):
         `strict`: the names must be the same, and the options must be some that the class has. Otherwise parameters that are missing keep their
         state, and what is not known here is left out. Options that are missing keep their value in any case. Everything is checked on all owners before anything is changed; where something does not fit, nothing is.
         """
-        with self._changing:
+        with self._gate.stopped("load_state_dict", self._agent.effective_timeout(timeout)):
             self._load(state_dict, strict, timeout)
 
     def _load(self, state_dict: dict[str, Any], strict: bool, timeout: float) -> None:
         self._commit_load(self._prepare_load(state_dict, strict, timeout), timeout)
 
     def _prepare_load(self, state_dict: dict[str, Any], strict: bool, timeout: float) -> state_dicts.Plan:
-        """All that can fail, on all owners. Then comes `_commit_load` or `_abandon_load`; `_changing` is held from before this to after that."""
+        """All that can fail, on all owners. Then comes `_commit_load` or `_abandon_load`; steps are stopped from before this to after that."""
+        with self._gate.inside():  # hooks may add groups
+            return self._prepared(state_dict, strict, timeout)
+
+    def _prepared(self, state_dict: dict[str, Any], strict: bool, timeout: float) -> state_dicts.Plan:
         state_dict = adapters.run_load_state_dict_pre_hooks(self, state_dict)
         given = state_dicts.by_its_names(state_dict)
         seconds = self._agent.effective_timeout(timeout)
@@ -359,7 +377,8 @@ class DistributedOptimizer(Optimizer):
             group.update(copied(options))
         if outcome.errors:
             raise named_error(outcome, "may not have loaded the state, though it fits; load it again")
-        adapters.run_load_state_dict_post_hooks(self)
+        with self._gate.inside():
+            adapters.run_load_state_dict_post_hooks(self)
 
     # -- messages -----------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from farstep.optim.groups import Group, parse_group, parse_groups
 from farstep.optim.members import Local, Member, Part, kind_of, member_of
 from farstep.optim.named_groups import NAMED
 from farstep.optim.sharded_checks import check_replicas, refuse_class
-from farstep.optim.sharded_clip import coefficient_of, total_norm
+from farstep.optim.sharded_clip import coefficient_of, norm_of, of_all_ranks
 from farstep.optim.sharded_part import ShardedPart, init_state
 from farstep.optim.sharded_seats import check_group, seat_of
 from farstep.optim.state_dicts import name_of_class
@@ -300,7 +300,19 @@ class ShardedOptimizer(ShardedPart):
                 f"max_norm is a number, not a {type(max_norm).__name__}: clip_grad_norm_(max_norm) takes no parameters, it clips all of this optimizer's"
             )
         norm_type = float(norm_type)
-        options = {"max_norm": str(float(max_norm)), "norm_type": str(norm_type)}
+        total, gradients = self._norm_and_gradients(float(max_norm), norm_type)
+        norm = norm_of(total, norm_type).to(self._norm_dtype())
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped. To disable this error and scale the gradients by "
+                f"the non-finite norm anyway, set error_if_nonfinite=False"
+            )
+        self._scale_gradients(gradients, coefficient_of(norm, max_norm))
+        return norm
+
+    def _norm_and_gradients(self, max_norm: float, norm_type: float) -> tuple[Tensor, list[Tensor]]:
+        """What all ranks' gradients add to a norm, see `sharded_clip`; and those that this rank would scale."""
+        options = {"max_norm": str(max_norm), "norm_type": str(norm_type)}
         own = [part for zero in self._zeros for part in zero.reduce(options)]
         others = [
             (member, gradient)
@@ -310,18 +322,14 @@ class ShardedOptimizer(ShardedPart):
             for gradient in member.gradients()
         ]
         counted = [gradient for member, gradient in others if member.counts()]
-        norm = total_norm([*own, *counted], norm_type, self._norm_dtype(), self.process_group)
-        if error_if_nonfinite and not norm.isfinite():
-            raise RuntimeError(
-                f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped. To disable this error and scale the gradients by "
-                f"the non-finite norm anyway, set error_if_nonfinite=False"
-            )
-        coefficient = coefficient_of(norm, max_norm)
-        for gradient in [*own, *(gradient for _, gradient in others)]:
+        total = of_all_ranks([*own, *counted], norm_type, self.process_group)
+        return total, [*own, *(gradient for _, gradient in others)]
+
+    def _scale_gradients(self, gradients: list[Tensor], coefficient: Tensor) -> None:
+        for gradient in gradients:
             gradient.mul_(coefficient.to(gradient.device, gradient.dtype))
         for zero in self._zeros:
             zero.remember()
-        return norm
 
     def _norm_dtype(self) -> torch.dtype:
         """The same on all ranks, whichever parameters they have a part of."""

@@ -1,9 +1,13 @@
-"""The norm of all gradients together, of which every rank has a part."""
+"""The norm of all gradients together, of which ranks or optimizers have a part each.
+
+What a part adds to the norm is a number in float64: the sum of its gradients' norms to the power of `norm_type`, for 0 how many of them are not zero, for infinity the
+largest and for minus infinity the smallest.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,42 +16,52 @@ from torch import Tensor
 from farstep.errors import OptimError
 from farstep.state.kept import keep
 
-__all__ = ["coefficient_of", "total_norm"]
+__all__ = ["accumulated", "coefficient_of", "joined", "norm_of", "of_all_ranks"]
 
 
-def total_norm(
-    parts: Iterable[Tensor], norm_type: float, dtype: torch.dtype, group: dist.ProcessGroup | None
-) -> Tensor:
-    """Of what all ranks give together, as a `dtype`. Each part's norm is torch's own; they are put together in float64."""
+def accumulated(norms: Tensor, norm_type: float) -> Tensor | None:
+    """What gradients of these norms add; None if there are none."""
+    if not norms.numel():
+        return None
+    each = norms.to(torch.float64)
+    if math.isinf(norm_type):
+        return each.max() if norm_type > 0 else each.min()
+    if norm_type == 0:
+        return (each != 0).sum().to(torch.float64)  # the norm of norms: how many gradients are not zero
+    return each.pow(norm_type).sum()
+
+
+def joined(sums: Sequence[Tensor], norm_type: float) -> Tensor:
+    """What all of these add together."""
+    each = torch.stack([one.cpu() for one in sums])
+    if math.isinf(norm_type):
+        return each.max() if norm_type > 0 else each.min()
+    return each.sum()
+
+
+def norm_of(total: Tensor, norm_type: float) -> Tensor:
+    return total if math.isinf(norm_type) or norm_type == 0 else total.pow(1 / norm_type)
+
+
+def of_all_ranks(parts: Iterable[Tensor], norm_type: float, group: dist.ProcessGroup | None) -> Tensor:
+    """What the parts that all ranks give add. Each part's norm is torch's own."""
     found = [torch.linalg.vector_norm(part, norm_type) for part in parts if part.numel()]
     device = found[0].device if found else torch.device("cpu")
-    is_max = math.isinf(norm_type) and norm_type > 0
+    each = torch.stack([n.to(device, torch.float64) for n in found]) if found else torch.zeros(0)
     is_min = math.isinf(norm_type) and norm_type < 0
-    each = (
-        torch.stack([n.to(device, torch.float64) for n in found])
-        if found
-        else torch.zeros(0, dtype=torch.float64)
-    )
-    if is_max:
-        own = each.max() if found else torch.zeros((), dtype=torch.float64)
-    elif is_min:
-        own = each.min() if found else torch.full((), math.inf, dtype=torch.float64)
-    elif norm_type == 0:
-        own = (each != 0).sum().to(torch.float64)  # the norm of norms: how many gradients are not zero
-    else:
-        own = each.pow(norm_type).sum()
+    nothing = torch.full((), math.inf if is_min else 0.0, dtype=torch.float64)
+    own = accumulated(each, norm_type)
+    own = nothing if own is None else own
     if dist.is_initialized() and dist.get_world_size(group) > 1:
-        kind = dist.ReduceOp.MAX if is_max else dist.ReduceOp.MIN if is_min else dist.ReduceOp.SUM
+        kind = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
         try:
             keep(own)
-            dist.all_reduce(own, kind, group)
+            dist.all_reduce(own, dist.ReduceOp.MIN if is_min else kind, group)
         except RuntimeError as exc:
             raise OptimError(
                 f"rank {dist.get_rank(group)}: all ranks clip at once, and one has died or does not: {exc}. Gradients have not been scaled"
             ) from exc
-    if not (is_max or is_min or norm_type == 0):
-        own = own.pow(1 / norm_type)
-    return own.to(dtype)
+    return own
 
 
 def coefficient_of(norm: Tensor, max_norm: float) -> Tensor:

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -16,13 +17,14 @@ from rich.text import Text
 
 from farstep.checkpoint.tools.bars import bar
 from farstep.checkpoint.tools.comparing import diff
-from farstep.checkpoint.tools.contents import matcher, opened
+from farstep.checkpoint.tools.contents import matcher, opened, writers_of
 from farstep.checkpoint.tools.diff_screen import diff_screen
 from farstep.checkpoint.tools.inspecting import as_json, folded, tree_of
 from farstep.checkpoint.tools.layers import layers_of
 from farstep.checkpoint.tools.picture import draw, text_picture
 from farstep.checkpoint.tools.resharding import reshard
 from farstep.checkpoint.tools.screens import damages_screen, overview, ranks_table, tree_table
+from farstep.checkpoint.tools.steps import steps_in, steps_screen
 from farstep.checkpoint.tools.units import count, printable, size
 from farstep.checkpoint.tools.verifying import examine
 from farstep.errors import DamagedCheckpoint, FarstepError
@@ -37,7 +39,7 @@ _OPTIONS = {
     "select=": "--select",
     "strict=False": "--leave-out",
     "overwrite=True": "--overwrite",
-    "farstep.checkpoint.convert makes": "farstep checkpoint convert SOURCE TARGET --to farstep makes",
+    "farstep.checkpoint.convert makes": "farstep checkpoint convert SOURCE TARGET makes",
 }
 """What errors say of arguments, in the words of this command."""
 
@@ -92,6 +94,7 @@ class _Screen:
         if not self._console.is_terminal:
             self._console = Console(highlight=False, markup=False, width=_WITHOUT_END)
         self.width = self._console.width
+        self.has_colour = self._console.color_system is not None and not self._console.no_color
 
     def show(self, *what: RenderableType) -> None:
         if self._console.is_terminal:
@@ -118,6 +121,17 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 # -- the commands -----------------------------------------------------------------------------------------
 
 
+def _list(args: argparse.Namespace) -> int:
+    with bar("verifying") if args.verify else nullcontext() as progress:
+        found = steps_in(args.dir, best=args.best, verify=args.verify, progress=progress, storage_options=_options(args))  # fmt: skip
+    bad = any(each.status == "damaged" for each in found)
+    if args.json:
+        _print_json({"path": args.dir, "steps": [asdict(each) for each in found]})
+    else:
+        _Screen().show(*steps_screen(found, args.dir))
+    return WRONG if bad else FINE
+
+
 def _inspect(args: argparse.Namespace) -> int:
     storage, manifest = opened(args.path, _options(args))
     wanted = matcher(args.filter)
@@ -133,7 +147,7 @@ def _inspect(args: argparse.Namespace) -> int:
         screen.show(Text("nothing has such a name" if args.filter else "nothing is in it", style="dim"))
     if args.filter:
         screen.show("", f"{size(root.nbytes)} in {count(root.tensors, 'tensor')} of these names")
-    elif len({file.rank for file in manifest.files}) > 1:
+    elif len(set(writers_of(manifest).of_files.tolist())) > 1:
         screen.show("", ranks_table(manifest))
     return FINE
 
@@ -199,7 +213,7 @@ def _convert(args: argparse.Namespace) -> int:
         _print_json({"source": args.source, "target": args.target, **asdict(found)})
         return FINE
     for name in found.left_out[:_LEFT_OUT]:
-        print(printable(f"left out, as {args.to} has no place for it: {name}"), file=sys.stderr)
+        print(printable(f"left out, as {found.format} has no place for it: {name}"), file=sys.stderr)
     if len(found.left_out) > _LEFT_OUT:
         print(f"left out: {len(found.left_out) - _LEFT_OUT:,} more; --json lists all", file=sys.stderr)
     what = f"{count(found.tensors, 'tensor')}, {size(found.nbytes)}"
@@ -240,9 +254,12 @@ def _plot(args: argparse.Namespace) -> int:
         return _complain("no tensor has such a name", FAILED)
     if args.text:
         screen = _Screen()
-        screen.show(overview(manifest, str(storage)), "", *text_picture(layers, screen.width))
+        screen.show(
+            overview(manifest, str(storage)), "", *text_picture(layers, screen.width, screen.has_colour)
+        )
         return FINE
-    title = f"{storage}: {size(manifest.nbytes)} in {count(len(manifest.tensors), 'tensor')}, saved by {count(manifest.ranks, 'rank')}"
+    writers = writers_of(manifest)
+    title = f"{storage}: {size(manifest.nbytes)} in {count(len(manifest.tensors), 'tensor')}, saved by {count(len(writers.names), writers.noun)}"
     try:
         draw(layers, title, args.out)
     except ImportError:
@@ -252,11 +269,12 @@ def _plot(args: argparse.Namespace) -> int:
         )
     except ValueError as exc:  # a name that ends in what no picture is
         return _complain(f"{args.out} cannot be written: {exc}", FAILED)
-    _say(f"{args.out} shows which rank holds what, and sizes by layer")
+    _say(f"{args.out} shows which {writers.noun} holds what, and sizes by layer")
     return FINE
 
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "list": _list,
     "inspect": _inspect,
     "verify": _verify,
     "diff": _diff,

@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
 
-from farstep.checkpoint.manifest import MANIFEST, Manifest
+from farstep.checkpoint.manifest import MANIFEST, WORKERS, Manifest
 from farstep.checkpoint.sources import source_of
 from farstep.checkpoint.storage import Storage, storage_of
+from farstep.checkpoint.tools.units import ranges, short
 from farstep.checkpoint.tree import MOST_DEPTH, children, decode, is_container, joined
 from farstep.errors import CheckpointError, DamagedCheckpoint
 from farstep.state import Box
+from farstep.state.sweep import Ints
 
 __all__ = [
     "Contents",
+    "Writers",
     "box_of",
     "contents_of",
     "matcher",
     "opened",
     "opened_own",
-    "ranks_of",
     "storage_at",
     "value_of",
+    "writers_of",
 ]
 
+_NAME_LETTERS, _MOST_NAMES = 16, 4
 _CONTAINERS = {
     "dict": "a dict",
     "pairs": "a dict with keys that are not all strings",
@@ -112,10 +116,39 @@ class Unreadable(str):
         return f"<unreadable: {self}>"
 
 
-def ranks_of(manifest: Manifest) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Who wrote each box."""
-    writers = np.array([file.rank for file in manifest.files], dtype=np.int64)
-    return writers[manifest.boxes.file] if len(manifest.boxes) else np.zeros(0, dtype=np.int64)
+@dataclass(frozen=True)
+class Writers:
+    """Who wrote a checkpoint: ranks, or workers of RPC, of which one may have written as two."""
+
+    noun: str
+    """`rank` or `worker`."""
+    names: list[str]
+    """Of each, in their order."""
+    of_files: Ints
+    """Which of them wrote each file."""
+    of_boxes: Ints
+    """Which of them wrote each box."""
+
+    def text(self, numbers: Iterable[int]) -> str:
+        """Some of them."""
+        if self.noun == "rank":
+            return ranges(numbers)
+        found = [short(self.names[number], _NAME_LETTERS) for number in sorted(set(numbers))]
+        return ",".join(found) if len(found) < _MOST_NAMES else f"{len(found)} workers"
+
+
+def writers_of(manifest: Manifest) -> Writers:
+    ranks = np.array([file.rank for file in manifest.files], dtype=np.int64)
+    count = max(manifest.ranks, int(ranks.max(initial=-1)) + 1)
+    told = manifest.info.get(WORKERS)
+    if type(told) is list and len(told) == count and all(type(each) is str for each in told):
+        names = list(dict.fromkeys(told))
+        ranks = np.array([names.index(each) for each in told], dtype=np.int64)[ranks]
+        noun = "worker"
+    else:
+        names, noun = [str(rank) for rank in range(count)], "rank"
+    of_boxes = ranks[manifest.boxes.file] if len(manifest.boxes) else np.zeros(0, dtype=np.int64)
+    return Writers(noun, names, ranks, of_boxes)
 
 
 def contents_of(manifest: Manifest, *, whole_lists: bool = False) -> Contents:

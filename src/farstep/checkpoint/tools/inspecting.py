@@ -12,7 +12,7 @@ import numpy as np
 
 from farstep.checkpoint.dtypes import name_of
 from farstep.checkpoint.manifest import Manifest
-from farstep.checkpoint.tools.contents import box_of, contents_of, ranks_of, value_of
+from farstep.checkpoint.tools.contents import box_of, contents_of, value_of, writers_of
 from farstep.checkpoint.tools.units import ranges
 
 __all__ = ["Branch", "Leaf", "as_json", "folded", "tree_of"]
@@ -26,21 +26,26 @@ class Leaf:
     """What a name stands for: a tensor, another tensor's memory, or a value. Of several layers that are one, all of them."""
 
     kind: str
-    """`tensor`, `tied` or `value`."""
+    """`tensor`, `tied`, `value`, or `pieces`: the state that an optimizer has for a parameter."""
     dtype: str = ""
     shape: tuple[int, ...] = ()
     ranks: frozenset[int] = frozenset()
+    """Who wrote it, as `Writers` counts them."""
     grids: frozenset[str] = frozenset()
     """How it is cut: `4x1` is into four along the first dimension."""
     values: list[Any] = field(default_factory=list)
     """Of a value, those of all layers; of a tied tensor, the other names."""
     rows: list[int] = field(default_factory=list)
-    """The boxes of a tensor."""
+    """The boxes of a tensor, or of all pieces."""
+    pieces: tuple[str, ...] = ()
+    """What they are called, such as exp_avg."""
 
     @property
     def sort(self) -> tuple[Any, ...]:
         """The same for those that may be told as one."""
-        return (self.kind, self.dtype, self.shape) if self.kind == "tensor" else (self.kind,)
+        if self.kind in ("tied", "value"):
+            return (self.kind,)
+        return self.kind, self.dtype, self.shape, self.pieces
 
 
 @dataclass
@@ -63,7 +68,7 @@ def tree_of(manifest: Manifest, wanted: Callable[[str], bool] = lambda name: Tru
     contents = contents_of(manifest, whole_lists=True)
     root = Branch("")
     numbers = {name: number for number, name in enumerate(manifest.names)}
-    writers = ranks_of(manifest)
+    writers = writers_of(manifest).of_boxes
     for name in filter(wanted, dict.fromkeys([*contents.tensors, *manifest.names])):
         if name in numbers:
             _add(root, name, _tensor(manifest, numbers[name], writers), manifest.tensors[name].nbytes)
@@ -104,11 +109,41 @@ def _add(root: Branch, name: str, leaf: Leaf, nbytes: int = 0) -> None:
 
 
 def folded(branch: Branch) -> Branch:
-    """The same, where numbered neighbours with the same inside are one, and a part that has but one below it is one with that."""
+    """The same, where what an optimizer has for a parameter is one line, numbered neighbours with the same inside are one, and a part that has but one below it is one with that."""
+    branch = _with_pieces(branch, in_state=False)
     kinds: dict[Any, int] = {}
     sorts: dict[int, int] = {}
     _number_sorts(branch, kinds, sorts)
     return _folded(branch, sorts)
+
+
+def _with_pieces(branch: Branch, in_state: bool) -> Branch:
+    """In the state of an optimizer, which is beside its param_groups, a parameter's pieces as one leaf."""
+    inside = list(branch.below.values())
+    leaves = [each.leaf for each in inside if each.leaf is not None and not each.below]
+    tensors = [each for each in leaves if each.kind == "tensor"]
+    made = Branch(branch.label, branch.leaf, {}, branch.layers, branch.nbytes, branch.tensors, branch.values)
+    if in_state and branch.leaf is None and len(leaves) == len(inside) > 1 and tensors:
+        made.leaf = _piece_leaf([each.label for each in inside], tensors)
+        return made
+    for key, each in branch.below.items():
+        is_state = key == "state" and "param_groups" in branch.below
+        made.below[key] = _with_pieces(each, in_state or is_state)
+    return made
+
+
+def _piece_leaf(names: Iterable[str], tensors: Sequence[Leaf]) -> Leaf:
+    shaped = [each for each in tensors if each.shape] or tensors
+    shapes, dtypes = {each.shape for each in shaped}, {each.dtype for each in shaped}
+    return Leaf(
+        "pieces",
+        dtypes.pop() if len(dtypes) == 1 else "various",
+        shapes.pop() if len(shapes) == 1 else (),
+        frozenset().union(*(each.ranks for each in tensors)),
+        frozenset().union(*(each.grids for each in shaped)),
+        rows=[row for each in tensors for row in each.rows],
+        pieces=tuple(names),
+    )
 
 
 def _number_sorts(branch: Branch, kinds: dict[Any, int], sorts: dict[int, int]) -> int:
@@ -171,6 +206,7 @@ def _merged(leaves: Sequence[Leaf]) -> Leaf:
         frozenset().union(*(each.grids for each in leaves)),
         [value for each in leaves for value in each.values],
         [row for each in leaves for row in each.rows],
+        first.pieces,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from farstep.checkpoint.manifest import Manifest
-from farstep.checkpoint.tools.contents import ranks_of
+from farstep.checkpoint.tools.contents import Writers, writers_of
 from farstep.checkpoint.tools.units import ranges
 from farstep.state.sweep import Ints
 
@@ -37,17 +37,20 @@ class Row:
 class Layers:
     rows: list[Row]
     ranks: list[str]
-    """A rank, or several that are shown as one."""
+    """A rank, or several that are shown as one; or workers of RPC, by their names."""
     kinds: list[str]
     """What tensors are: the model's, or an optimizer's exp_avg and so on. The largest first."""
+    noun: str = "rank"
+    """Or `worker`."""
 
 
 def layers_of(manifest: Manifest, wanted: Callable[[str], bool] = lambda name: True) -> Layers:
     """Of the tensors whose names are wanted."""
-    columns, ranks = _columns(manifest)
+    writers = writers_of(manifest)
+    columns, ranks = _columns(writers)
     by_rank = np.zeros((len(manifest.tensors), len(ranks)), dtype=np.int64)
     if len(manifest.boxes):
-        np.add.at(by_rank, (manifest.boxes.tensor, columns[ranks_of(manifest)]), manifest.box_bytes)
+        np.add.at(by_rank, (manifest.boxes.tensor, columns[writers.of_boxes]), manifest.box_bytes)
     root = _Node(())
     places = _Places(manifest.names)
     for number, name in enumerate(manifest.names):
@@ -60,16 +63,19 @@ def layers_of(manifest: Manifest, wanted: Callable[[str], bool] = lambda name: T
     kinds = sorted(totals, key=lambda kind: -totals[kind])
     if len(kinds) > _MOST_KINDS:
         kinds = [*kinds[: _MOST_KINDS - 1], OTHERS]
-    return Layers([node.row(kinds, len(ranks)) for node in _expanded(root)], ranks, kinds)
+    return Layers([node.row(kinds, len(ranks)) for node in _expanded(root)], ranks, kinds, writers.noun)
 
 
-def _columns(manifest: Manifest) -> tuple[Ints, list[str]]:
-    """The column of each rank, and what stands above each column."""
-    count = max([manifest.ranks, *(file.rank + 1 for file in manifest.files)])
+def _columns(writers: Writers) -> tuple[Ints, list[str]]:
+    """The column of each rank or worker, and what stands above each column."""
+    names, count = writers.names, len(writers.names)
     step = -(-count // _MOST_RANKS)
     columns: Ints = np.arange(count, dtype=np.int64) // step
     ends = [(first, min(first + step, count) - 1) for first in range(0, count, step)]
-    return columns, [f"{first}" if first == last else f"{first}-{last}" for first, last in ends]
+    between = "-" if writers.noun == "rank" else " to "
+    return columns, [
+        names[first] if first == last else f"{names[first]}{between}{names[last]}" for first, last in ends
+    ]
 
 
 # -- what belongs to which layer --------------------------------------------------------------------------

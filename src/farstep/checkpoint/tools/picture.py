@@ -26,6 +26,10 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 MAP = "YlGnBu"
 TERMINAL = ("blue", "yellow", "green", "magenta", "cyan", "red")
 SHADES = " ░▒▓█"
+FILLS = "█░#=+·"
+"""Of kinds, without colours."""
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdef"
+"""Of workers."""
 LABEL_LETTERS = 36
 WITH_NUMBERS = 8
 """Of so many ranks each cell has its number."""
@@ -70,7 +74,7 @@ def _draw_cells(figure: Any, axes: Any, layers: Layers) -> None:
     step = -(-len(layers.ranks) // MOST_TICKS)
     axes.set_xticks(range(0, len(layers.ranks), step), layers.ranks[::step])
     axes.tick_params(length=0, labelsize=8, colors=INK)
-    axes.set_xlabel("rank (share of each row that it holds)", color=INK, fontsize=9)
+    axes.set_xlabel(f"{layers.noun} (share of each row that it holds)", color=INK, fontsize=9)
     for edge in (0.5 + np.arange(-1, len(layers.rows))).tolist():
         axes.axhline(edge, color="white", linewidth=1.2)
     if len(layers.ranks) <= WITH_NUMBERS:
@@ -105,7 +109,7 @@ def _draw_totals(axes: Any, layers: Layers) -> None:
     axes.tick_params(length=0, labelbottom=False, labelsize=8, colors=INK)
     top = int(totals.max(initial=0))
     axes.set_yticks([0, top] if top else [0], ["0", size(top)] if top else ["0"])
-    axes.set_title("written by each rank", loc="left", fontsize=9, color=INK)
+    axes.set_title(f"written by each {layers.noun}", loc="left", fontsize=9, color=INK)
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
@@ -136,11 +140,19 @@ def _shares(layers: Layers) -> Any:
     return found
 
 
-def text_picture(layers: Layers, width: int) -> list[RenderableType]:
-    """The same for a terminal: a letter for each rank, the fuller the more it holds, and a bar."""
+def text_picture(layers: Layers, width: int, has_colour: bool) -> list[RenderableType]:
+    """The same for a terminal: a letter for each rank, the fuller the more it holds, and a bar, of letters that differ where there are no colours."""
     ranks = len(layers.ranks)
     is_shown = 1 < ranks <= TEXT_RANKS
-    table = plain_table("layer", f"ranks 0-{ranks - 1}" if is_shown else "", "size", "", left=(0, 1, 3))
+    title = (
+        f"ranks 0-{ranks - 1}"
+        if layers.noun == "rank"
+        else f"workers A-{LETTERS[ranks - 1]}"
+        if is_shown
+        else ""
+    )
+    table = plain_table("layer", title if is_shown else "", "size", "", left=(0, 1, 3))
+    fills = {kind: "█" if has_colour else FILLS[i % len(FILLS)] for i, kind in enumerate(layers.kinds)}
     palette = colours(layers, TERMINAL, "bright_black")
     labels = min(LABEL_LETTERS, max((len(row.label) for row in layers.rows), default=0))
     room = max(10, min(width, 120) - labels - (max(ranks, 10) if is_shown else 0) - 20)
@@ -153,12 +165,17 @@ def text_picture(layers: Layers, width: int) -> list[RenderableType]:
         for kind in layers.kinds:
             at += row.by_kind[kind]
             end = round(room * at / largest)
-            bar.append("█" * (end - done), style=palette[kind])
+            bar.append(fills[kind] * (end - done), style=palette[kind])
             done = end
         table.add_row(short(row.label, LABEL_LETTERS), letters if is_shown else "", size(row.nbytes), bar)
     legend = Text()
     if ranks > TEXT_RANKS:
-        legend.append(f"what each of the {ranks} ranks holds is not shown: the PNG has it\n", style="dim")
+        legend.append(
+            f"what each of the {ranks} {layers.noun}s holds is not shown: the PNG has it\n", style="dim"
+        )
+    elif is_shown and layers.noun == "worker":
+        names = (f"{letter} {printable(name)}" for letter, name in zip(LETTERS, layers.ranks, strict=False))
+        legend.append("   ".join(names) + "\n")
     for kind in layers.kinds:
-        legend.append("█ ", style=palette[kind]).append(f"{printable(kind)}   ")
+        legend.append(f"{fills[kind]} ", style=palette[kind]).append(f"{printable(kind)}   ")
     return [table, Text(), legend]

@@ -15,6 +15,7 @@ from farstep.checkpoint.manifest import (
     BLOCK_BYTES,
     MANIFEST,
     MOST_RANKS,
+    WORKERS,
     Boxes,
     File,
     Manifest,
@@ -188,7 +189,8 @@ class _Writer:
             np.array([len(each.box.sizes) for each in writes], dtype=np.int64),
         )
         sums = np.array([each for part in checksums for each in part], dtype=np.uint64)
-        return Manifest(self._save, ranks, files, old.tree, old.tensors, boxes, sums, info=old.info)
+        info = {key: value for key, value in old.info.items() if key != WORKERS}
+        return Manifest(self._save, ranks, files, old.tree, old.tensors, boxes, sums, info=info)
 
 
 class _Blocks:

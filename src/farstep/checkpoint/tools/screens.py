@@ -12,10 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from farstep.checkpoint.dtypes import name_of
-from farstep.checkpoint.manifest import Manifest
-from farstep.checkpoint.tools.contents import box_of, ranks_of
+from farstep.checkpoint.manifest import WORKERS, Manifest
+from farstep.checkpoint.tools.contents import Writers, box_of, writers_of
 from farstep.checkpoint.tools.inspecting import Branch, Leaf
-from farstep.checkpoint.tools.units import count, printable, ranges, shape_text, short, size
+from farstep.checkpoint.tools.units import count, printable, shape_text, short, size
 from farstep.checkpoint.tools.verifying import Damage, Examined
 
 __all__ = ["damages_screen", "overview", "plain_table", "ranks_table", "tree_table"]
@@ -26,6 +26,7 @@ _RANKS = 8
 _BAR = 24
 _DAMAGES = 20
 _INFOS = 8
+_WORKERS = 4
 
 
 @dataclass
@@ -44,19 +45,23 @@ def overview(manifest: Manifest, where: str) -> RenderableType:
     for info in manifest.tensors.values():
         dtypes[name_of(info.dtype)] = dtypes.get(name_of(info.dtype), 0) + info.nbytes
     kinds = ", ".join(f"{name} {size(n)}" for name, n in sorted(dtypes.items(), key=lambda each: -each[1]))
-    boxes, writers = len(manifest.boxes), len({file.rank for file in manifest.files})
+    boxes, writers = len(manifest.boxes), writers_of(manifest)
+    saved, wrote = len(writers.names), len(set(writers.of_files.tolist()))
+    by = (
+        f" ({writers.text(range(saved)).replace(',', ', ')})"
+        if writers.noun == "worker" and saved < _WORKERS
+        else ""
+    )
     text = Text(printable(where), style="bold")
     text.append(
         f"\n{size(manifest.nbytes)} in {count(len(manifest.tensors), 'tensor')}, {count(boxes, 'box', 'boxes')}, "
-        f"{count(len(manifest.files), 'file')}; saved by {count(manifest.ranks, 'rank')}"
-        + (f", of which {writers} wrote" if writers != manifest.ranks else ""),
+        f"{count(len(manifest.files), 'file')}; saved by {count(saved, writers.noun)}{by}"
+        + (f", of which {wrote} wrote" if wrote != saved else ""),
         style="not bold",
     )
-    if manifest.info:
-        told = ", ".join(
-            f"{short(key, _VALUE_LETTERS)} {_value(value)}"
-            for key, value in list(manifest.info.items())[:_INFOS]
-        )
+    infos = [(key, value) for key, value in manifest.info.items() if key != WORKERS]
+    if infos:
+        told = ", ".join(f"{short(key, _VALUE_LETTERS)} {_value(value)}" for key, value in infos[:_INFOS])
         text.append(f"\n{told}", style="not bold")
     text.append(f"\n{kinds}{'; ' if kinds else ''}save {manifest.save}", style="not bold dim")
     return text
@@ -66,9 +71,10 @@ def tree_table(
     root: Branch, manifest: Manifest, width: int, depth: int | None = None, boxes: bool = False
 ) -> Table:
     """A line for each part of a name. `boxes`: and for each box of a tensor."""
-    is_spread = len({file.rank for file in manifest.files}) > 1
-    titles = ["shape", "dtype", "size", *(["ranks", "cut"] if is_spread else [])]
-    rows = list(_rows(root, manifest, "", 0, depth, boxes))
+    writers = writers_of(manifest)
+    is_spread = len(set(writers.of_files.tolist())) > 1
+    titles = ["shape", "dtype", "size", *([f"{writers.noun}s", "cut"] if is_spread else [])]
+    rows = list(_rows(root, manifest, writers, "", 0, depth, boxes))
     taken = sum(
         2 + max(len(title), *(len(row.cells[i]) for row in rows), 0) for i, title in enumerate(titles)
     )
@@ -83,7 +89,13 @@ def tree_table(
 
 
 def _rows(
-    branch: Branch, manifest: Manifest, guide: str, level: int, depth: int | None, boxes: bool
+    branch: Branch,
+    manifest: Manifest,
+    writers: Writers,
+    guide: str,
+    level: int,
+    depth: int | None,
+    boxes: bool,
 ) -> Iterator[_Row]:
     children = list(branch.below.values())
     for number, each in enumerate(children):
@@ -91,11 +103,12 @@ def _rows(
         is_shut = bool(each.below) and depth is not None and level + 1 >= depth
         inner = guide + ("  " if is_last else "│ ")
         below = "│ " if each.below and not is_shut else "  "
-        yield _Row(guide + ("└ " if is_last else "├ "), inner + below, _label(each, is_shut), _cells(each))
-        if boxes and each.leaf is not None and each.leaf.kind == "tensor":
-            yield from _box_rows(each.leaf, manifest, inner + below)
+        drawn = guide + ("└ " if is_last else "├ ")
+        yield _Row(drawn, inner + below, _label(each, is_shut), _cells(each, writers))
+        if boxes and each.leaf is not None:
+            yield from _box_rows(each.leaf, manifest, writers, inner + below)
         if not is_shut:
-            yield from _rows(each, manifest, inner, level + 1, depth, boxes)
+            yield from _rows(each, manifest, writers, inner, level + 1, depth, boxes)
 
 
 def _label(branch: Branch, is_shut: bool) -> Text:
@@ -103,6 +116,8 @@ def _label(branch: Branch, is_shut: bool) -> Text:
     leaf = branch.leaf
     if leaf is not None and leaf.kind == "tied":
         text.append(f" is {_names(leaf.values)}", style="magenta")
+    if leaf is not None and leaf.kind == "pieces":
+        text.append(f": {', '.join(map(printable, leaf.pieces))}", style="not bold dim")
     if leaf is not None and leaf.kind == "value":
         text.append(f" = {_values(leaf.values)}", style="cyan")
     if is_shut:
@@ -131,24 +146,30 @@ def _value(value: Any) -> str:
     return f"{text} ({len(value)} items)" if isinstance(value, list | tuple) and len(value) > 4 else text
 
 
-def _cells(branch: Branch) -> tuple[str, ...]:
+def _cells(branch: Branch, writers: Writers) -> tuple[str, ...]:
     each = size(branch.nbytes / branch.layers)
     nbytes = f"{branch.layers:,} x {each}" if branch.layers > 1 else each
     leaf = branch.leaf
-    if leaf is None or leaf.kind != "tensor":
+    if leaf is None or leaf.kind in ("tied", "value"):
         return "", "", nbytes if branch.tensors else "", "", ""
     cut = next(iter(leaf.grids)) if len(leaf.grids) == 1 else "various"
-    return shape_text(leaf.shape), leaf.dtype, nbytes, ranges(leaf.ranks), cut
+    shape = "" if leaf.kind == "pieces" and not leaf.shape else shape_text(leaf.shape)
+    return shape, leaf.dtype, nbytes, writers.text(leaf.ranks), cut
 
 
-def _box_rows(leaf: Leaf, manifest: Manifest, guide: str) -> Iterator[_Row]:
-    writers = ranks_of(manifest)
+def _box_rows(leaf: Leaf, manifest: Manifest, writers: Writers, guide: str) -> Iterator[_Row]:
     is_one = len(set(manifest.boxes.tensor[leaf.rows].tolist())) == 1
     for row in leaf.rows:
         file, box = manifest.files[int(manifest.boxes.file[row])].name, box_of(manifest, row)
         name = "" if is_one else manifest.names[int(manifest.boxes.tensor[row])]
         text = Text(f"{printable(name)}{box} at {int(manifest.boxes.at[row]):,} of {file}", style="dim")
-        cells = (shape_text(box.sizes), "", size(int(manifest.box_bytes[row])), str(writers[row]), "")
+        cells = (
+            shape_text(box.sizes),
+            "",
+            size(int(manifest.box_bytes[row])),
+            writers.text([writers.of_boxes[row]]),
+            "",
+        )
         yield _Row(guide, guide, text, cells)
 
 
@@ -165,24 +186,25 @@ def _wrapped(row: _Row, width: int) -> Text:
 
 
 def ranks_table(manifest: Manifest) -> RenderableType:
-    """What each rank has written; of many ranks, how much they differ."""
-    writers = ranks_of(manifest)
-    top = max((file.rank for file in manifest.files), default=-1) + 1
+    """What each rank or worker has written; of many, how much they differ."""
+    writers = writers_of(manifest)
+    top = len(writers.names)
     nbytes = np.zeros(top, dtype=np.int64)
-    np.add.at(nbytes, writers, manifest.box_bytes)
-    boxes = np.bincount(writers, minlength=top)
-    files = np.bincount([file.rank for file in manifest.files], minlength=top)
+    np.add.at(nbytes, writers.of_boxes, manifest.box_bytes)
+    boxes = np.bincount(writers.of_boxes, minlength=top)
+    files = np.bincount(writers.of_files, minlength=top)
     has = np.flatnonzero(files)
     if len(has) > _RANKS:
         least, most = int(nbytes[has].min()), int(nbytes[has].max())
         return Text(
-            f"{len(has):,} ranks wrote {size(least)} to {size(most)} each; --json lists them", style="dim"
+            f"{len(has):,} {writers.noun}s wrote {size(least)} to {size(most)} each; --json lists them",
+            style="dim",
         )
-    table = plain_table("rank", "files", "boxes", "size", "")
+    table = plain_table(writers.noun, "files", "boxes", "size", "")
     for rank in has.tolist():
         bar = "█" * round(_BAR * int(nbytes[rank]) / max(1, int(nbytes.max())))
         table.add_row(
-            f"{rank}",
+            short(writers.names[rank], _VALUE_LETTERS),
             f"{files[rank]:,}",
             f"{boxes[rank]:,}",
             size(int(nbytes[rank])),
