@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType, StateDictType
 from torch.optim import Optimizer
 
+from farstep.dist import operation
 from farstep.errors import StateMismatch
 from farstep.state.adapters.groups import own_group
 from farstep.state.adapters.ranks import Group
@@ -46,6 +47,7 @@ __all__ = [
 State = dict[str, Any]
 
 
+@operation("optim_state_dict")
 def optim_state_dict(
     model: nn.Module,
     optim: Optimizers,
@@ -86,6 +88,7 @@ def optim_state_dict(
     )
 
 
+@operation("full_optim_state_dict")
 def full_optim_state_dict(
     model: nn.Module,
     optim: Optimizer,
@@ -102,6 +105,7 @@ def full_optim_state_dict(
     )
 
 
+@operation("sharded_optim_state_dict")
 def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: Group = None) -> State:
     """This rank's part of the state by parameter name: a DTensor where the parameter is one, else `Shards`. All ranks call it."""
     return read_optim_state_dict(model, optim, cpu_offload=True, group=group)
@@ -119,6 +123,7 @@ def shard_full_optim_state_dict(
         return for_load(model, groups, optim, full_optim_state_dict, alone=True)
 
 
+@operation("scatter_full_optim_state_dict")
 def scatter_full_optim_state_dict(
     full_optim_state_dict: State | None,
     model: nn.Module,
@@ -135,6 +140,7 @@ def scatter_full_optim_state_dict(
         return for_load(model, groups, optim, full_optim_state_dict, from_rank0=True, group=group)
 
 
+@operation("flatten_sharded_optim_state_dict")
 def flatten_sharded_optim_state_dict(
     sharded_optim_state_dict: State, model: nn.Module, optim: Optimizer
 ) -> State:
@@ -144,6 +150,7 @@ def flatten_sharded_optim_state_dict(
         return for_load(model, groups, optim, sharded_optim_state_dict, group=own_group(model))
 
 
+@operation("optim_state_dict_to_load")
 def optim_state_dict_to_load(
     model: nn.Module,
     optim: Optimizer,

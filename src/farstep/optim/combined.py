@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch.optim import Optimizer
 
+from farstep.dist import operation
 from farstep.errors import OptimError
 from farstep.optim import adapters
 from farstep.optim.keyed import KeyedOptimizer
@@ -84,6 +85,7 @@ class CombinedOptimizer(KeyedOptimizer):
         for _, part in self._parts:
             part.zero_grad(set_to_none)
 
+    @operation("CombinedOptimizer.step")
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """A step of each. The closure is evaluated once for all, and again for those that ask for more, and those after them.
 

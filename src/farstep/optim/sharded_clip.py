@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from farstep.errors import OptimError
+from farstep.dist import waiting
 from farstep.state.kept import keep
 
 __all__ = ["coefficient_of", "total_norm"]
@@ -38,13 +38,9 @@ def total_norm(
         own = each.pow(norm_type).sum()
     if dist.is_initialized() and dist.get_world_size(group) > 1:
         kind = dist.ReduceOp.MAX if is_max else dist.ReduceOp.MIN if is_min else dist.ReduceOp.SUM
-        try:
-            keep(own)
+        keep(own)
+        with waiting(group, "the norm of all gradients", help="Gradients have not been scaled"):
             dist.all_reduce(own, kind, group)
-        except RuntimeError as exc:
-            raise OptimError(
-                f"rank {dist.get_rank(group)}: all ranks clip at once, and one has died or does not: {exc}. Gradients have not been scaled"
-            ) from exc
     if not (is_max or is_min or norm_type == 0):
         own = own.pow(1 / norm_type)
     return own.to(dtype)

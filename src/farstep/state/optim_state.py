@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from farstep.dist import operation
 from farstep.state.adapters.ranks import Group
 from farstep.state.exchange import BUDGET_BYTES, Progress
 from farstep.state.optim_loading import load
@@ -22,6 +23,7 @@ from farstep.state.optim_roster import Optimizers
 __all__ = ["load_optim_state_dict", "optim_state_dict"]
 
 
+@operation("optim_state_dict")
 @torch.no_grad()
 def optim_state_dict(
     model: nn.Module,
@@ -56,6 +58,7 @@ def optim_state_dict(
     return read(model, optim, full=full, rank0_only=rank0_only, cpu_offload=cpu_offload, options=options)
 
 
+@operation("load_optim_state_dict")
 @torch.no_grad()
 def load_optim_state_dict(
     model: nn.Module,
