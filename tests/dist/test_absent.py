@@ -18,7 +18,6 @@ from dist import acts
 from farstep.checkpoint import read
 from farstep.errors import CheckpointError, ExchangeError, OptimError, RankLost
 
-DEADLINE_S = 0.6
 OPERATIONS = {
     "save": "checkpoint.save",
     "load": "checkpoint.load",
@@ -50,7 +49,6 @@ OPERATIONS = {
 def four() -> Iterator[Ranks]:
     """Ranks 1, 2 and 3 of these are a group for each case, so that ranks within it have other numbers."""
     with Ranks(4, timeout_s=1800) as ranks:
-        ranks.run(acts.set_deadline, DEADLINE_S)
         yield ranks
 
 
@@ -58,20 +56,28 @@ def test_all_operations_are_tried() -> None:
     assert OPERATIONS.keys() == acts.ACTS.keys()
 
 
-@pytest.mark.parametrize("act", OPERATIONS)
-def test_a_rank_that_stays_away_is_named(four: Ranks, tmp_path: Path, act: str) -> None:
-    four.run(acts.prepare, act, [1, 2, 3], str(tmp_path))
-    pending = [four.workers[rank].start(acts.run, act) for rank in (1, 3)]
-    for rank, each in zip((1, 3), pending, strict=True):
+def test_a_rank_that_stays_away_is_named(four: Ranks, tmp_path: Path) -> None:
+    """From every operation, each in a group of its own, at the same time."""
+    four.run(acts.set_deadline, 60)
+    for act in OPERATIONS:
+        four.run(acts.prepare, act, [1, 2, 3], str(tmp_path / act))
+    four.run(acts.set_deadline, 4)
+    pending = {(rank, act): four.workers[rank].start(acts.run, act) for act in OPERATIONS for rank in (1, 3)}
+    for (rank, act), each in pending.items():
         error_class, text, ranks, operation = each.result()
         assert (error_class, ranks, operation) == (RankLost, (2,), OPERATIONS[act]), text
         assert f"rank {rank} waited" in text
         assert "rank 2 has not called it" in text
         assert "FARSTEP_RANK_TIMEOUT_S" in text
     # The late one is told at once, and not left to wait.
-    error_class, text, ranks, _ = four.workers[2].run(acts.run, act)
-    assert error_class is RankLost, text
-    assert "gave up waiting for this rank" in text
+    late = {act: four.workers[2].start(acts.run, act) for act in OPERATIONS}
+    for act, each in late.items():
+        error_class, text, ranks, _ = each.result()
+        assert (error_class, ranks) == (RankLost, (2,)), f"{act}: {text}"
+        assert "gave up waiting for this rank" in text
+    # The ranks that raised do not keep trying a group that is lost.
+    _, text, ranks, _ = four.workers[1].run(acts.run, "save")
+    assert "was given up before" in text
     assert ranks == (2,)
 
 
@@ -82,28 +88,29 @@ def test_a_lost_rank_is_an_error_of_every_kind() -> None:
 
 def test_ranks_that_call_different_operations(four: Ranks, tmp_path: Path) -> None:
     """Both wait for the other two; nobody is absent."""
+    four.run(acts.set_deadline, 60)
     four.run(acts.prepare, "respread_unchecked", [1, 2, 3], str(tmp_path))
     four.run(acts.prepare_in_the_group_of, "clip", "respread_unchecked")
+    four.run(acts.set_deadline, 3)
     pending = [
         four.workers[rank].start(acts.run, "clip" if rank == 2 else "respread_unchecked") for rank in (1, 2, 3)
     ]
     for rank, each in zip((1, 2, 3), pending, strict=True):
         error_class, text, ranks, _ = each.result()
         assert error_class is RankLost, text
-        others = "respread" if rank == 2 else "ShardedOptimizer.clip_grad_norm_"
-        assert others in text
-        assert ranks == ((1, 3) if rank == 2 else (2,))
+        assert ("respread" if rank == 2 else "ShardedOptimizer.clip_grad_norm_") in text
+        assert ranks in ((2,), (1, 3))  # whoever says so first
 
 
 @pytest.mark.parametrize("how", ["save", "async_save"])
 def test_a_rank_that_is_slow_is_waited_for(tmp_path: Path, how: str) -> None:
     with Ranks(3, timeout_s=1800) as ranks:
-        ranks.run(acts.set_deadline, 1.5)
+        ranks.run(acts.set_deadline, 2)
         pending = ranks.start(acts.save_on_a_slow_disk, str(tmp_path), how)
         assert ranks.workers[2].run(acts.await_begun)
         # Others have looked for it long after their deadlines.
         for rank in (0, 1):
-            eventually(lambda rank=rank: ranks.workers[rank].run(acts.waited_s) > 4, timeout_s=30)
+            eventually(lambda rank=rank: ranks.workers[rank].run(acts.waited_s) > 5, timeout_s=30)
         assert not any(each.done for each in pending)
         ranks.workers[2].run(acts.let_go)
         assert [each.result() for each in pending] == [(None, "")] * 3
@@ -112,7 +119,6 @@ def test_a_rank_that_is_slow_is_waited_for(tmp_path: Path, how: str) -> None:
 
 def test_a_rank_that_is_killed_is_told_from_one_that_is_late(tmp_path: Path) -> None:
     with Ranks(3, timeout_s=1800) as ranks:
-        ranks.run(acts.set_deadline, 20)
         ranks.run(acts.prepare, "step", [0, 1, 2], str(tmp_path))
         pending = [ranks.workers[rank].start(acts.run, "step") for rank in (0, 1)]
         for rank in (0, 1):
@@ -127,7 +133,7 @@ def test_a_rank_that_is_killed_is_told_from_one_that_is_late(tmp_path: Path) -> 
 
 def test_a_rank_that_is_stopped_in_the_middle_is_named(tmp_path: Path) -> None:
     with Ranks(3, timeout_s=1800) as ranks:
-        ranks.run(acts.set_deadline, 1)
+        ranks.run(acts.set_deadline, 2)
         pending = ranks.start(acts.save_on_a_slow_disk, str(tmp_path), "save")
         assert ranks.workers[2].run(acts.await_begun)
         eventually(lambda: ranks.workers[0].run(acts.notes, 2))
@@ -156,11 +162,12 @@ print("ends", flush=True)
 """
 
 
-@pytest.mark.parametrize("meeting", ["file", "tcp"])
-def test_processes_end_as_usual_after_it(tmp_path: Path, meeting: str) -> None:
+@pytest.mark.slow
+@pytest.mark.timeout(240)  # three processes that import torch
+def test_processes_end_as_usual_after_it(tmp_path: Path) -> None:
     """With destroy_process_group and without, the late one too, and over a store that rank 0 serves."""
-    where = f"file://{tmp_path}/store" if meeting == "file" else f"tcp://127.0.0.1:{free_port()}"
-    env = {**os.environ, "FARSTEP_RANK_TIMEOUT_S": "1"}
+    where = f"tcp://127.0.0.1:{free_port()}"
+    env = {**os.environ, "FARSTEP_RANK_TIMEOUT_S": "3"}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", SCRIPT, str(rank), where, str(tmp_path / "checkpoint")],
@@ -174,7 +181,7 @@ def test_processes_end_as_usual_after_it(tmp_path: Path, meeting: str) -> None:
     ]
     try:
         for process in (*processes[:2], processes[2]):
-            out, err = process.communicate("go\n" if process is processes[2] else None, timeout=50)
+            out, err = process.communicate("go\n" if process is processes[2] else None, timeout=200)
             assert process.returncode == 0, err
             assert out.split("\n")[1] == "ends", err
             assert process is processes[2] or out.startswith("(2,)"), err

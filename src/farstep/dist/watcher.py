@@ -232,10 +232,11 @@ class Watcher:
                 operations = [*self._operations]
                 self._tick_s = min((each.tick_s for each in operations), default=self._tick_s)
             self._write_notes(operations)
+            notes: Notes = {}
             for operation in operations:
                 wait = operation.wait
                 if wait is not None and wait.verdict is None and time.monotonic() >= wait.next_look:
-                    self._look(operation, wait)
+                    self._look(operation, wait, notes)
 
     def _write_notes(self, operations: list[Operation]) -> None:
         now = time.monotonic()
@@ -244,12 +245,12 @@ class Watcher:
             if lasting or job.is_noted:
                 job.write(tuple(each.activity for each in lasting))
 
-    def _look(self, operation: Operation, wait: Wait) -> None:
+    def _look(self, operation: Operation, wait: Wait, notes: Notes) -> None:
         job, now = operation.job, time.monotonic()
         waited_s = now - wait.began
         is_late = waited_s > 2 * wait.deadline_s
         wait.next_look = now + (wait.deadline_s / 2 if is_late else operation.tick_s)
-        verdict = judge(wait.name, operation.activity, sights(job, wait), waited_s, wait.deadline_s)
+        verdict = judge(wait.name, operation.activity, sights(job, wait, notes), waited_s, wait.deadline_s)
         if verdict is None:
             return
         with self._changed:
@@ -260,11 +261,17 @@ class Watcher:
         give_up(operation.job, operation.name, wait, verdict)
 
 
-def sights(job: Job, wait: Wait) -> dict[int, Sight]:
+Notes = dict[tuple[Job, int], Note | None]
+"""Those that were read just now: waits of several threads look at the same."""
+
+
+def sights(job: Job, wait: Wait, notes: Notes) -> dict[int, Sight]:
     """Look at the notes of the group's other ranks."""
     found = {}
     for rank in wait.members.others:
-        found[rank] = wait.seen.setdefault(rank, _Seen()).see(job.board.read(rank))
+        if (job, rank) not in notes:
+            notes[job, rank] = job.board.read(rank)
+        found[rank] = wait.seen.setdefault(rank, _Seen()).see(notes[job, rank])
     return found
 
 
@@ -285,7 +292,7 @@ def diagnose(job: Job, operation: Operation, wait: Wait) -> Verdict:
     """Find out why a collective failed: a rank died, or gave the group up and noted why."""
     end = time.monotonic() + min(_NOTES_S, wait.deadline_s)
     while True:
-        seen = sights(job, wait)
+        seen = sights(job, wait, {})
         known = judge(wait.name, operation.activity, seen, 0.0, wait.deadline_s) or Verdict()
         verdict = known.with_closed(closed_ranks(wait))
         if verdict.ranks:
