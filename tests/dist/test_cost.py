@@ -29,7 +29,26 @@ COLLECTIVES = (
     "broadcast_object_list",
     "gather_object",
 )
-EXPECTED: dict[str, dict[str, int]] = {}
+EXPECTED = {
+    "save": {"all_gather": 6, "gather_object": 1},
+    "load": {"all_gather": 4},
+    "async_save": {"all_gather": 7, "gather_object": 1},
+    "manager.save": {"all_gather": 8, "gather_object": 1},
+    "manager.resume": {"all_gather": 7, "broadcast_object_list": 1},
+    "optim_state_dict": {"all_gather": 3, "all_gather_object": 2},
+    "load_optim_state_dict": {"all_gather": 3},
+    "ShardedOptimizer, memory": {"all_gather": 2, "all_gather_object": 2},
+    "step, memory": {"all_gather": 3, "all_reduce": 1},
+    "clip_grad_norm_, memory": {"all_gather": 1, "all_reduce": 2},
+    "state_dict, memory": {"all_gather": 6, "all_gather_object": 1},
+    "load_state_dict, memory": {"all_gather": 5},
+    "ShardedOptimizer, messages": {"all_gather": 2},
+    "step, messages": {"all_gather": 1, "all_reduce": 1, "batch_isend_irecv": 2},
+    "clip_grad_norm_, messages": {"all_reduce": 2, "batch_isend_irecv": 1},
+    "state_dict, messages": {"all_gather": 6, "all_gather_object": 1},
+    "load_state_dict, messages": {"all_gather": 5},
+    "respread": {"all_reduce": 1, "all_to_all_single": 2},
+}
 
 
 def counted(folder: str) -> dict[str, dict[str, int]]:

@@ -16,6 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -240,10 +241,16 @@ class Watcher:
 
     def _write_notes(self, operations: list[Operation]) -> None:
         now = time.monotonic()
-        for job in {each.job for each in operations} | {job for job in _jobs.values() if job.is_noted}:
-            lasting = [each for each in operations if each.job is job and now - each.began >= each.tick_s]
-            if lasting or job.is_noted:
-                job.write(tuple(each.activity for each in lasting))
+        jobs = {each.job for each in operations if now - each.began >= each.tick_s}
+        for job in jobs | {job for job in [*_jobs.values()] if job.is_noted}:
+            self.write_note(job)
+
+    def write_note(self, job: Job) -> None:
+        """Write down the operations of this rank that last."""
+        now = time.monotonic()
+        with self._changed:
+            operations = [each for each in self._operations if each.job is job]
+        job.write(tuple(each.activity for each in operations if now - each.began >= each.tick_s))
 
     def _look(self, operation: Operation, wait: Wait, notes: Notes) -> None:
         job, now = operation.job, time.monotonic()
@@ -257,7 +264,7 @@ class Watcher:
             if operation.wait is not wait or wait.verdict is not None:
                 return  # the rank came meanwhile
             wait.verdict = verdict
-        wait.verdict = verdict = verdict.with_closed(closed_ranks(wait))
+        wait.verdict = verdict = with_closed(job, wait, verdict)
         give_up(operation.job, operation.name, wait, verdict)
 
 
@@ -275,8 +282,15 @@ def sights(job: Job, wait: Wait, notes: Notes) -> dict[int, Sight]:
     return found
 
 
-def closed_ranks(wait: Wait) -> list[int]:
-    return [wait.members.ranks[peer] for peer in closed_peers(wait.group)]
+def with_closed(job: Job, wait: Wait, verdict: Verdict) -> Verdict:
+    """Tell ranks that died from those that gave the group up: these noted why before they closed it."""
+    closed = [wait.members.ranks[peer] for peer in closed_peers(wait.group)]
+    failures = dict(verdict.failures)
+    for rank in closed:
+        note = job.board.read(rank)
+        if note is not None and wait.name in note.failures:
+            failures[rank] = note.failures[wait.name]
+    return replace(verdict, failures=failures).with_closed(closed)
 
 
 def give_up(job: Job, operation: str, wait: Wait, verdict: Verdict) -> None:
@@ -284,7 +298,7 @@ def give_up(job: Job, operation: str, wait: Wait, verdict: Verdict) -> None:
     cause = verdict.cause(job.rank, operation, wait.deadline_s)
     failure = Failure(operation, f"{operation}: {cause}", verdict.ranks)
     job.failures[wait.name] = wait.members.failure = failure
-    job.write(())
+    watcher().write_note(job)
     break_group(wait.group)
 
 
@@ -294,7 +308,7 @@ def diagnose(job: Job, operation: Operation, wait: Wait) -> Verdict:
     while True:
         seen = sights(job, wait, {})
         known = judge(wait.name, operation.activity, seen, 0.0, wait.deadline_s) or Verdict()
-        verdict = known.with_closed(closed_ranks(wait))
+        verdict = with_closed(job, wait, known)
         if verdict.ranks:
             return verdict
         if time.monotonic() > end:
