@@ -44,8 +44,10 @@ class Verdict:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        told = (rank for failure in self.failures.values() for rank in failure.ranks)
-        return tuple(sorted({*self.absent, *self.dead, *self.silent, *self.elsewhere, *told}))
+        found = {*self.absent, *self.dead, *self.silent, *self.elsewhere}
+        if not found:  # else what others found is at best the same
+            found = {rank for failure in self.failures.values() for rank in failure.ranks}
+        return tuple(sorted(found))
 
     def with_closed(self, closed: Sequence[int]) -> Verdict:
         """Tell those that died from those that are only absent. `closed` are ranks of the job."""
