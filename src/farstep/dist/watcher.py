@@ -12,6 +12,7 @@ in it, or comes to it later, fails at once and finds that note.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import threading
 import time
@@ -28,6 +29,7 @@ from farstep.dist.verdict import Sight, Verdict, busy_among, judge
 
 __all__ = ["Job", "Members", "Operation", "Wait", "diagnose", "give_up", "watcher"]
 
+_log = logging.getLogger(__name__)
 _TICKS = 8
 """In a deadline: how often a rank that is in an operation says so."""
 _OF_TIMEOUT = 0.8
@@ -42,8 +44,6 @@ class Job:
     def __init__(self, rank: int, board: Board, timeout_s: float | None) -> None:
         self.rank, self.board, self.timeout_s = rank, board, timeout_s
         self.failures: dict[str, Failure] = {}
-        self.is_noted = False
-        """True while the board may say that this rank is in an operation."""
         self._beat = 0
         self._writing = threading.Lock()
 
@@ -51,15 +51,16 @@ class Job:
         with self._writing:
             self._beat += 1
             self.board.write(self.rank, Note(self._beat, activities, dict(self.failures)))
-            self.is_noted = bool(activities)
 
     @classmethod
     def current(cls) -> Job | None:
-        """Return that of the default process group; None where there is none, or it has one rank."""
+        """Return that of the default process group; None where there is none, or only this rank."""
         if not dist.is_available() or not dist.is_initialized():
             return None
         world = dist.group.WORLD
         assert world is not None
+        if not Members.of(world).others:
+            return None
         job = _jobs.get(world)
         if job is None:
             job = cls(dist.get_rank(), Board(store_of(world)), Members.of(world).timeout_s)
@@ -172,6 +173,8 @@ class Watcher:
         self._pid = os.getpid()
         self._changed = threading.Condition(threading.Lock())
         self._operations: set[Operation] = set()
+        self._noted: set[Job] = set()
+        """Those whose notes say that this rank is in an operation."""
         self._thread: threading.Thread | None = None
         self._tick_s = float("inf")
         self._is_stopped = False
@@ -232,25 +235,35 @@ class Watcher:
                     return
                 operations = [*self._operations]
                 self._tick_s = min((each.tick_s for each in operations), default=self._tick_s)
-            self._write_notes(operations)
-            notes: Notes = {}
-            for operation in operations:
-                wait = operation.wait
-                if wait is not None and wait.verdict is None and time.monotonic() >= wait.next_look:
-                    self._look(operation, wait, notes)
+            try:
+                self._write_notes(operations)
+                self._look_at_all(operations)
+            except Exception:  # such as a process group that is destroyed meanwhile: the next tick tries again
+                _log.warning("could not find out which ranks are absent", exc_info=True)
 
     def _write_notes(self, operations: list[Operation]) -> None:
         now = time.monotonic()
+        with self._changed:
+            noted = set(self._noted)
         jobs = {each.job for each in operations if now - each.began >= each.tick_s}
-        for job in jobs | {job for job in [*_jobs.values()] if job.is_noted}:
+        for job in jobs | noted:
             self.write_note(job)
 
     def write_note(self, job: Job) -> None:
         """Write down the operations of this rank that last."""
         now = time.monotonic()
         with self._changed:
-            operations = [each for each in self._operations if each.job is job]
-        job.write(tuple(each.activity for each in operations if now - each.began >= each.tick_s))
+            mine = [each for each in self._operations if each.job is job]
+            lasting = [each.activity for each in mine if now - each.began >= each.tick_s]
+            (self._noted.add if lasting else self._noted.discard)(job)
+        job.write(tuple(lasting))
+
+    def _look_at_all(self, operations: list[Operation]) -> None:
+        notes: Notes = {}
+        for operation in operations:
+            wait = operation.wait
+            if wait is not None and wait.verdict is None and time.monotonic() >= wait.next_look:
+                self._look(operation, wait, notes)
 
     def _look(self, operation: Operation, wait: Wait, notes: Notes) -> None:
         job, now = operation.job, time.monotonic()
