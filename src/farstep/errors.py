@@ -18,6 +18,8 @@
         ├── StateError               named tensors spread over ranks
         │   ├── LayoutError          a gap, an overlap, or shapes or dtypes that do not fit (also ValueError)
         │   └── ExchangeError        a copy between ranks did not come about
+        │       └── RankLost         a rank died, stayed away, or called something else (also
+        │                            CheckpointError, OptimError)
         └── RpcError
             ├── NotInitialized       a call before init_rpc or after shutdown
             ├── UnknownWorker        no worker of that name or rank          (also ValueError)
@@ -62,6 +64,7 @@ __all__ = [
     "PayloadError",
     "ProtocolError",
     "RRefError",
+    "RankLost",
     "RemoteError",
     "RemoteTraceback",
     "RpcError",
@@ -188,6 +191,17 @@ class LayoutError(StateError, ValueError):
 
 class ExchangeError(StateError):
     """A copy between ranks did not come about: a rank is lost, late, or has another plan. Targets may be partly written."""
+
+
+class RankLost(ExchangeError, CheckpointError, OptimError):
+    """A rank died, did not call what the others of its process group called, or called something else.
+
+    `operation` is what this rank called, and `ranks` are those that caused it, numbered as in the whole job.
+    The process group cannot be used any more.
+    """
+
+    operation: str = ""
+    ranks: tuple[int, ...] = ()
 
 
 class RpcError(FarstepError):

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType, StateDictType
 from torch.optim import Optimizer
 
+from farstep.dist import operation
 from farstep.errors import StateMismatch
 from farstep.state.adapters.groups import has_mesh, own_group
 from farstep.state.adapters.ranks import Group
@@ -47,6 +48,7 @@ __all__ = [
 State = dict[str, Any]
 
 
+@operation("optim_state_dict")
 def optim_state_dict(
     model: nn.Module,
     optim: Optimizers,
@@ -94,6 +96,7 @@ def optim_state_dict(
     )
 
 
+@operation("full_optim_state_dict")
 def full_optim_state_dict(
     model: nn.Module,
     optim: Optimizer,
@@ -110,6 +113,7 @@ def full_optim_state_dict(
     )
 
 
+@operation("sharded_optim_state_dict")
 def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: Group = None) -> State:
     """This rank's part of the state by parameter name: a DTensor where the parameter is one, else `Shards`. All ranks call it."""
     return read_optim_state_dict(model, optim, cpu_offload=True, group=_group_of(model, group))
@@ -134,6 +138,7 @@ def shard_full_optim_state_dict(
     return _as_given(*found)
 
 
+@operation("scatter_full_optim_state_dict")
 def scatter_full_optim_state_dict(
     full_optim_state_dict: State | None,
     model: nn.Module,
@@ -156,6 +161,7 @@ def scatter_full_optim_state_dict(
     return _as_given(*found)
 
 
+@operation("flatten_sharded_optim_state_dict")
 def flatten_sharded_optim_state_dict(
     sharded_optim_state_dict: State, model: nn.Module, optim: Optimizer, *, strict: bool = True
 ) -> State:
@@ -168,6 +174,7 @@ def flatten_sharded_optim_state_dict(
     return _as_given(*found)
 
 
+@operation("optim_state_dict_to_load")
 def optim_state_dict_to_load(
     model: nn.Module,
     optim: Optimizer,

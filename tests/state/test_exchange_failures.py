@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from support.ranks import Ranks
 
-from farstep.errors import ExchangeError, LayoutError, StateError
+from farstep.errors import ExchangeError, LayoutError, RankLost, StateError
 from farstep.state import Box, Layout, Shards, Spread, exchange, plan, respread
 from state.spreads import F32, columns_of, filled, fresh, rows_of
 
@@ -201,9 +201,9 @@ def test_a_rank_that_is_killed_is_named_by_the_others():
         ranks.workers[1].kill()
         results = [each.result(20) for each in ranks.start(try_with_a_lost_rank, 3.0)]
     for kind, text, seconds in results:
-        assert kind is ExchangeError
+        assert kind is RankLost
         assert "'w' [" in text
-        assert "rank 1, which may be lost" in text
+        assert "rank 1 died or ended" in text
         assert seconds < 10
 
 
@@ -222,7 +222,7 @@ def test_a_rank_that_does_not_answer_is_late_by_the_timeout():
         ranks.workers[1].stop()
         kind, text, seconds = ranks.workers[0].start(try_with_a_lost_rank, 1.0).result(20)
         ranks.workers[1].cont()
-    assert kind is ExchangeError
+    assert kind is RankLost
     assert "rank 1" in text
     assert 0.5 < seconds < 10
 
@@ -251,5 +251,5 @@ def test_a_rank_that_dies_in_the_middle():
     with Ranks(3) as ranks:
         pending = ranks.start(die_in_the_middle)
         results = [pending[rank].result(20) for rank in (0, 2)]
-    assert all(kind is ExchangeError for kind, _ in results)
-    assert any("rank 1, which may be lost" in text or "rank 1 may be lost" in text for _, text in results)
+    assert all(kind is RankLost for kind, _ in results)
+    assert all("rank 1 died or ended" in text for _, text in results)

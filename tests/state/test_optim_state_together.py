@@ -301,5 +301,5 @@ def only_first():
         return
     model = nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters())
-    with pytest.raises(ExchangeError, match="waited for the other ranks in vain"):
+    with pytest.raises(ExchangeError, match=r"has not called it|died or ended"):
         load_optim_state_dict(model, optimizer, optim_state_dict(model, optimizer))

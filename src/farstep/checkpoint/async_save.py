@@ -18,6 +18,7 @@ from farstep.checkpoint.saving import Draft, drafted, written
 from farstep.checkpoint.staging import Copy, staging
 from farstep.checkpoint.storage import Storage, refuse_swapped, storage_of
 from farstep.checkpoint.writing import Progress
+from farstep.dist import operation
 from farstep.state.adapters.ranks import Group
 
 __all__ = ["async_save", "saved_behind"]
@@ -25,6 +26,7 @@ __all__ = ["async_save", "saved_behind"]
 _one_call = threading.Lock()
 
 
+@operation("checkpoint.async_save")
 def async_save(
     state: Any,
     path: str | os.PathLike[str] | Storage,
@@ -83,6 +85,7 @@ def saved_behind(
         total = sum(each.tensor.nbytes for each in draft.writes)
         draft = replace(draft, ranks=_behind(ranks), writes=(), staged=staged)
 
+        @operation("async_save", home=draft.ranks.group)
         def work(told: Progress) -> None:
             with draft.ranks.all_or_none(draft.doing):
                 if error is not None:

@@ -18,6 +18,7 @@ from farstep.checkpoint.storage import Storage, refuse_swapped, storage_of
 from farstep.checkpoint.stored_values import read_values
 from farstep.checkpoint.tree import decode
 from farstep.checkpoint.writing import Progress
+from farstep.dist import operation
 from farstep.errors import CheckpointError, DamagedCheckpoint
 from farstep.state.adapters.ranks import Group
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["carry_out", "check_alike", "load", "manifest_of", "read"]
 
 
+@operation("checkpoint.load")
 def load(
     state: Any,
     path: str | os.PathLike[str] | Storage,

@@ -23,6 +23,7 @@ from farstep.checkpoint.retention import Retention
 from farstep.checkpoint.saving import Draft, drafted, written
 from farstep.checkpoint.storage import Storage, storage_of
 from farstep.checkpoint.writing import Progress
+from farstep.dist import operation
 from farstep.errors import CheckpointBusy, CheckpointError, DamagedCheckpoint, NoCheckpoint
 from farstep.state.adapters.ranks import Group
 
@@ -90,6 +91,7 @@ class CheckpointManager:
 
     # -- saving -------------------------------------------------------------------------------------------
 
+    @operation("CheckpointManager.save")
     def save(
         self,
         state: Any,
@@ -107,6 +109,7 @@ class CheckpointManager:
             draft.info = info
             self._write(draft, progress)
 
+    @operation("CheckpointManager.async_save")
     def async_save(
         self,
         state: Any,
@@ -278,6 +281,7 @@ class CheckpointManager:
 
     # -- going on -----------------------------------------------------------------------------------------
 
+    @operation("CheckpointManager.resume")
     def resume(self, state: Any, *, step: int | None = None, **options: Any) -> Resumed | None:
         """Load the newest checkpoint that can be; the step is returned, or None if there is no checkpoint at all. The options are those of `load`.
 

@@ -20,6 +20,7 @@ from farstep.checkpoint.sources import opened_by_all
 from farstep.checkpoint.storage import Storage, storage_of
 from farstep.checkpoint.tree import children, decode, is_container, joined
 from farstep.checkpoint.writing import Progress
+from farstep.dist import operation
 from farstep.errors import CheckpointMismatch
 from farstep.state.adapters.ranks import Group
 from farstep.state.optim_roster import Roster, roster_of
@@ -29,6 +30,7 @@ __all__ = ["load_optimizer"]
 _DEEPEST = 4
 
 
+@operation("checkpoint.load_optimizer")
 def load_optimizer(
     model: nn.Module,
     optimizer: Optimizer,

@@ -11,8 +11,10 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from farstep import errors
-from farstep.errors import CheckpointError, StateError
-from farstep.state.adapters.ranks import Group, own_rank, size_of, timeout_of
+from farstep.dist import waiting
+from farstep.dist.adapters import timeout_of
+from farstep.errors import CheckpointError, RankLost, StateError
+from farstep.state.adapters.ranks import Group, own_rank, size_of
 from farstep.state.council import agree, everyones, first_mark, mark_of
 
 __all__ = ["Ranks", "group_beside", "has_told", "kind_named", "reached"]
@@ -86,7 +88,7 @@ class Ranks:
         if self.alone:
             return [value]
         found: list[Any] | None = [None] * self.count if self.rank == 0 else None
-        with reached():
+        with waiting(self.group, "telling the first rank what was written"):
             dist.gather_object(value, found, group=self.group, group_dst=0)
         return found or []
 
@@ -94,7 +96,7 @@ class Ranks:
         if self.alone:
             return value
         box = [value]
-        with reached():
+        with waiting(self.group, "hearing from the first rank"):
             dist.broadcast_object_list(box, group=self.group, group_src=0)
         return box[0]
 
@@ -148,6 +150,8 @@ def reached(own: Exception | None = None) -> Iterator[None]:
     """Errors of other ranks, and of not reaching them, in words of checkpoints. This rank's `own` is raised as it is."""
     try:
         yield
+    except RankLost:
+        raise
     except StateError as exc:  # another rank's
         raise _as_ours(exc) from exc
     except CheckpointError:

@@ -30,6 +30,7 @@ from farstep.checkpoint.ranks import Ranks, has_told
 from farstep.checkpoint.storage import MOST_READ_BYTES, Storage, refuse_swapped, storage_of
 from farstep.checkpoint.tree import merged
 from farstep.checkpoint.writing import Part, Progress, Write, shared_out, write_part
+from farstep.dist import operation
 from farstep.errors import CheckpointError, DamagedCheckpoint, StorageFailed
 from farstep.state import Layout, Shards, Spread
 from farstep.state.adapters.ranks import Group
@@ -42,6 +43,7 @@ __all__ = ["Draft", "drafted", "is_in_place", "save", "written"]
 _COMPARED_BYTES = 64 << 10
 
 
+@operation("checkpoint.save")
 def save(
     state: Any,
     path: str | os.PathLike[str] | Storage,

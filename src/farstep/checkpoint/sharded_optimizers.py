@@ -16,6 +16,7 @@ from farstep.checkpoint.sources import fill, opened_by_all
 from farstep.checkpoint.storage import Storage, storage_of
 from farstep.checkpoint.stored_values import memory_for
 from farstep.checkpoint.tree import PerRank, TensorAt, children, decode, is_container
+from farstep.dist import operation
 from farstep.errors import CheckpointError, CheckpointMismatch
 from farstep.state import Box, Shards, like, local_tensors, shards_of
 from farstep.state.adapters.ranks import own_rank
@@ -24,6 +25,7 @@ from farstep.state.optim_names import cleaned
 __all__ = ["load_sharded_optimizer_state_dict"]
 
 
+@operation("load_sharded_optimizer_state_dict")
 def load_sharded_optimizer_state_dict(
     model_state_dict: Mapping[str, Any],
     optimizer_key: str,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from farstep.dist import operation
 from farstep.optim.clip import norms
 from farstep.optim.combined import CombinedOptimizer
 from farstep.optim.distributed import DistributedOptimizer
@@ -31,6 +32,7 @@ class _Share:
     scale: Callable[[Tensor], None]
 
 
+@operation("clip_grad_norm_")
 @torch.no_grad()
 def clip_grad_norm_(
     optimizers: Optimizer | Iterable[Optimizer],

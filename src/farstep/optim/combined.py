@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch.optim import Optimizer
 
+from farstep.dist import operation
 from farstep.errors import OptimError
 from farstep.optim import adapters
 from farstep.optim.keyed import KeyedOptimizer
@@ -92,6 +93,7 @@ class CombinedOptimizer(KeyedOptimizer):
 
         return clip_grad_norm_(self, max_norm, norm_type, error_if_nonfinite)
 
+    @operation("CombinedOptimizer.step")
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """A step of each. The closure is evaluated once for all, and again for those that ask for more, and those after them.
 

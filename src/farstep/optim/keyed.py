@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
+from farstep.dist import operation
 from farstep.errors import StateMismatch
 from farstep.optim import adapters
 from farstep.optim.fitting import State, attributes_of, fitted
@@ -115,6 +116,7 @@ class KeyedOptimizer(Optimizer):
 
     # -- before the first step ----------------------------------------------------------------------------
 
+    @operation("init_state")
     def init_state(self, sparse_grad_parameter_names: Collection[str] | None = None) -> None:
         """Make the state that the first step would make, for parameters that have none, so that it can be loaded in place.
 
@@ -139,6 +141,7 @@ class KeyedOptimizer(Optimizer):
 
     # -- saving -------------------------------------------------------------------------------------------
 
+    @operation("state_dict")
     def state_dict(self) -> dict[str, Any]:
         """{"state": {name: {...}}}, and {"param_groups": [{option: value, "params": [names]}]} if they are saved.
 
@@ -175,6 +178,7 @@ class KeyedOptimizer(Optimizer):
 
     # -- loading ------------------------------------------------------------------------------------------
 
+    @operation("load_state_dict")
     def load_state_dict(
         self, state_dict: Mapping[str, Any], *, strict: bool = True, rename: Rename | None = None
     ) -> None:

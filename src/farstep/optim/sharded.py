@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from farstep.dist import operation
 from farstep.errors import OptimError
 from farstep.optim import adapters, fast, scaling, sharded_state, sharded_step
 from farstep.optim.elementwise import ELEMENTWISE
@@ -63,6 +64,7 @@ class ShardedOptimizer(ShardedPart):
     _step_supports_amp_scaling = True
     """torch.amp.GradScaler calls `step` in any case, since other ranks may wait for it. See `scaling`."""
 
+    @operation("ShardedOptimizer")
     def __init__(
         self,
         named_params: Any,
@@ -144,6 +146,7 @@ class ShardedOptimizer(ShardedPart):
         """Name -> parameter, as they were given."""
         return {m.name: m.parameter for members in self._members for m in members}
 
+    @operation("ShardedOptimizer.add_param_group")
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group: "params" as in the constructor, and options. On all ranks, as everything else."""
         if not self._is_ready:
@@ -250,7 +253,8 @@ class ShardedOptimizer(ShardedPart):
         """
         with torch.autograd.profiler.record_function(f"Optimizer.step#{type(self).__name__}.step"):
             try:
-                return sharded_step.step(self, closure)
+                with operation("ShardedOptimizer.step"):
+                    return sharded_step.step(self, closure)
             except BaseException:
                 scaling.forget(self)
                 raise
@@ -286,6 +290,7 @@ class ShardedOptimizer(ShardedPart):
             for member in members:
                 member.zero_grad(set_to_none)
 
+    @operation("ShardedOptimizer.clip_grad_norm_")
     @torch.no_grad()
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -343,6 +348,7 @@ class ShardedOptimizer(ShardedPart):
             "a ShardedOptimizer is neither copied nor pickled: it belongs to a process group and to parameters. Save its state_dict(), and load that into another"
         )
 
+    @operation("ShardedOptimizer.state_dict")
     def state_dict(
         self, *, full: bool = False, rank0_only: bool = False, cpu_offload: bool = False
     ) -> dict[str, Any]:
@@ -362,6 +368,7 @@ class ShardedOptimizer(ShardedPart):
             found = adapters.run_state_dict_post_hooks(self, found)
         return found
 
+    @operation("ShardedOptimizer.load_state_dict")
     def load_state_dict(
         self, state_dict: Any, *, strict: bool = True, broadcast_from_rank0: bool = False
     ) -> None:
@@ -383,6 +390,7 @@ class ShardedOptimizer(ShardedPart):
         with self._all_or_none("what comes after a load"):
             self._after_load()
 
+    @operation("ShardedOptimizer.init_state")
     def init_state(self, sparse_grad_parameter_names: Collection[str] | None = None) -> None:
         """Make the state that the first step would make, for parameters that have none, so that it can be loaded in place. All ranks call it.
 

@@ -1,7 +1,7 @@
 """The norm of all gradients together, of which ranks or optimizers have a part each.
 
 What a part adds to the norm is a number in float64: the sum of its gradients' norms to the power of `norm_type`, for 0 how many of them are not zero, for infinity the
-largest and for minus infinity the smallest.
+extreme and for minus infinity the smallest.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from farstep.errors import OptimError
+from farstep.dist import waiting
 from farstep.state.kept import keep
 
 __all__ = ["accumulated", "coefficient_of", "joined", "norm_of", "of_all_ranks"]
@@ -53,14 +53,10 @@ def of_all_ranks(parts: Iterable[Tensor], norm_type: float, group: dist.ProcessG
     own = accumulated(each, norm_type)
     own = nothing if own is None else own
     if dist.is_initialized() and dist.get_world_size(group) > 1:
-        kind = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-        try:
-            keep(own)
-            dist.all_reduce(own, dist.ReduceOp.MIN if is_min else kind, group)
-        except RuntimeError as exc:
-            raise OptimError(
-                f"rank {dist.get_rank(group)}: all ranks clip at once, and one has died or does not: {exc}. Gradients have not been scaled"
-            ) from exc
+        extreme = dist.ReduceOp.MIN if is_min else dist.ReduceOp.MAX
+        keep(own)
+        with waiting(group, "the norm of all gradients", help="Gradients have not been scaled"):
+            dist.all_reduce(own, extreme if math.isinf(norm_type) else dist.ReduceOp.SUM, group)
     return own
 
 

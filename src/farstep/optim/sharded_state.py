@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from farstep.errors import LayoutError, OptimError, StateError, StateMismatch
+from farstep.errors import LayoutError, OptimError, RankLost, StateError, StateMismatch
 from farstep.optim import fast
 from farstep.optim.elementwise import ELEMENTWISE
 from farstep.optim.fitting import is_known, misfit_of_kind, twin_of
@@ -289,5 +289,7 @@ def _as_optim_errors(of_layout: type[OptimError], ending: str = "") -> Iterator[
         yield
     except LayoutError as exc:
         raise of_layout(f"{exc}{ending}") from exc
+    except RankLost:
+        raise
     except StateError as exc:
         raise OptimError(str(exc)) from exc

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from farstep.errors import OptimError
+from farstep.dist import waiting
 from farstep.optim.partition import Piece
 from farstep.state.kept import keep
 
@@ -72,13 +72,10 @@ class _Post:
     def _wait(self, which: Iterable[int]) -> None:
         for i in [i for i in which if i not in self.waited]:
             self.waited.add(i)
-            try:
+            # Where a backend has one work for all messages, it waits for all peers.
+            peers = (self.ops[i].group_peer,) if len(self.works) == len(self.ops) else None
+            with waiting(self.ops[i].group, self.what, peers=peers, help=BROKEN):
                 self.works[i].wait()
-            except RuntimeError as exc:
-                peer = f"rank {self.ops[i].peer}" if len(self.works) == len(self.ops) else "another rank"
-                raise OptimError(
-                    f"rank {dist.get_rank()}: {self.what} {peer} failed: {exc}. That rank has died or does not step too. {BROKEN}"
-                ) from exc
 
 
 class Transport:
@@ -148,7 +145,7 @@ class Transport:
                 dist.P2POp(dist.irecv, buffer, peer, self._group, GRADIENTS)
                 for buffer, (_, peer) in zip(received, self._peers, strict=True)
             ]
-        return self._begin(ops, [], f"reducing the gradient of {self._name(about)} with"), received
+        return self._begin(ops, [], f"reducing the gradient of {self._name(about)}"), received
 
     def _buffers(self, n: int, piece: Piece, like: Sequence[Tensor]) -> list[Tensor]:
         """Where the n-th round's gradients of the peers go. They are used again `DEPTH` rounds later."""
@@ -188,7 +185,7 @@ class Transport:
                 into, unpack = room_for(values, about)
                 then.append(unpack)
                 ops.append(dist.P2POp(dist.irecv, into, peer, self._group, VALUES))
-        return self._begin(ops, then, f"exchanging the values of {self._name(about)} with")
+        return self._begin(ops, then, f"exchanging the values of {self._name(about)}")
 
     def end(self, has_failed: bool) -> bool:
         """By this all ranks have come to the end. Whether one has failed."""
@@ -200,16 +197,15 @@ class Transport:
         mine = torch.tensor(own, dtype=torch.int64, device=device)
         found = [torch.empty_like(mine) for _ in range(self._ranks)]
         keep(mine, *found)
-        try:
+        with waiting(self._group, what, help=BROKEN):
             dist.all_gather(found, mine, self._group)
-        except RuntimeError as exc:
-            raise OptimError(
-                f"rank {dist.get_rank()}: waiting with all ranks for {what} failed: {exc}. One has died or does not step too. {BROKEN}"
-            ) from exc
         return found
 
     def _begin(self, ops: list[dist.P2POp], then: list[Callable[[], None]], what: str) -> _Post:
-        return _Post(what, ops, dist.batch_isend_irecv(ops) if ops else [], then)
+        if not ops:
+            return _Post(what, ops, [], then)
+        with waiting(self._group, what, help=BROKEN):
+            return _Post(what, ops, dist.batch_isend_irecv(ops), then)
 
     def _name(self, piece: Piece) -> str:
         if not piece:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from farstep.dist import waiting
 from farstep.errors import OptimError
 from farstep.optim import fast
 from farstep.optim.agreement import check_same
@@ -246,14 +247,9 @@ class Zero:
         said = [*has, *is_sparse, *self._stale(), *changed, *flags, digest, digest * digest]
         counts = torch.tensor(said, dtype=torch.int64, device=device)
         keep(counts)
-        try:
+        with waiting(self._group, "the begin of a step", help="Nothing has been changed here"):
             dist.all_reduce(counts, group=self._group)
-        except RuntimeError as exc:
-            raise OptimError(
-                f"rank {self._rank}: a step begins on all ranks of the group at once, and one of them has died or does not step: {exc}. "
-                f"Nothing has been changed here"
-            ) from exc
-        *found, failed, found_inf, has_hooks, total, squares = counts.tolist()
+            *found, failed, found_inf, has_hooks, total, squares = counts.tolist()
         n = len(has)
         if failed:
             agree(notes.error, self._group, STEP, kind=OptimError, help="Nothing has been changed")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from farstep.dist import waiting
 from farstep.errors import ExchangeError
 from farstep.state.arrays import Ints
 from farstep.state.kept import keep
@@ -21,7 +21,6 @@ __all__ = ["Agreement"]
 
 _READY, _FAILED = 0, 1
 _TEXT_BYTES = 2048
-_PROBE_TAG = 0x57A7F
 SAME = (
     "All ranks are to give the same layouts and the same budget_bytes and same_host. What only one rank shall hold is given on all of them: "
     "on_rank(tensor, 0), with a tensor on the meta device elsewhere"
@@ -35,11 +34,10 @@ class Agreement:
     group: dist.ProcessGroup | None
     rank: int
     ranks: int
-    timeout: timedelta | None
     name: Callable[[int], str]
 
-    def begin(self, local: Local | None, failure: Exception | None, settings: int, most_messages: int) -> int:
-        """Each tells each what it will send it, or that it cannot begin. The largest of all `most_messages`.
+    def begin(self, local: Local | None, failure: Exception | None, settings: int) -> None:
+        """Each tells each what it will send it, or that it cannot begin.
 
         Raises ExchangeError if others cannot begin, or if that is not what is expected. A failure of this rank is raised once the others
         know. `settings` has to be the same everywhere.
@@ -51,32 +49,31 @@ class Agreement:
             for peer, rows in local.sent.items():
                 told[peer, 2:] = torch.tensor(_digest(local, rows))
         heard = torch.empty_like(told)
-        self._all_to_all(heard, told, self.timeout)
+        self._all_to_all(heard, told, "comparing plans")
         self._raise_failures(heard[:, 0], failure, "nothing was exchanged, because {} could not begin")
         assert local is not None
         wrong = self._mismatch(local, heard[:, 1:], settings)
         # Of two ranks that differ only the one that is to receive sees it; and the others would begin.
-        most = torch.tensor([wrong is not None, most_messages], dtype=torch.int64)
-        keep(most)
-        self._done(lambda: dist.all_reduce(most, dist.ReduceOp.MAX, self.group, async_op=True), self.timeout)
+        any_wrong = torch.tensor([wrong is not None], dtype=torch.int64)
+        keep(any_wrong)
+        with waiting(self.group, "comparing plans"):
+            dist.all_reduce(any_wrong, dist.ReduceOp.MAX, self.group)
         if wrong is not None:
             raise ExchangeError(f"nothing was exchanged: {wrong}. {SAME}")
-        if most[0]:
+        if any_wrong.item():
             raise ExchangeError(
                 f"nothing was exchanged: other ranks do not expect the same; see the errors there. {SAME}"
             )
-        return int(most[1])
 
-    def end(self, failure: Exception | None, most_messages: int) -> None:
-        """All have come through, or all raise. The last may be so late as every one of its messages may.
+    def end(self, failure: Exception | None) -> None:
+        """All have come through, or all raise.
 
         Each hears from each. So one that is lost, or that has given up and closed its connections, is noticed by all at once.
         """
         told = torch.full((self.ranks,), _READY if failure is None else _FAILED, dtype=torch.int64)
         heard = torch.empty_like(told)
-        timeout = None if self.timeout is None else self.timeout * (most_messages + 1)
         try:
-            self._all_to_all(heard, told, timeout)
+            self._all_to_all(heard, told, "hearing whether all ranks came through")
             self._raise_failures(
                 heard, failure, "{} failed in the exchange, and targets may be partly written"
             )
@@ -95,37 +92,17 @@ class Agreement:
             mine[: len(told)] = torch.tensor(list(told), dtype=torch.uint8)
         every = [torch.empty_like(mine) for _ in range(self.ranks)]
         keep(mine, *every)
-        self._done(lambda: dist.all_gather(every, mine, self.group, async_op=True), self.timeout)
+        with waiting(self.group, "hearing why a rank failed"):
+            dist.all_gather(every, mine, self.group)
         if failure is not None:
             raise failure
         text = bytes(every[failed[0]].tolist()).rstrip(b"\0").decode(errors="replace")
         raise ExchangeError(f"{what.format(', '.join(map(self.name, failed)))}: {text}")
 
-    def _all_to_all(self, heard: Tensor, told: Tensor, timeout: timedelta | None) -> None:
+    def _all_to_all(self, heard: Tensor, told: Tensor, what: str) -> None:
         keep(heard, told)
-        self._done(lambda: dist.all_to_all_single(heard, told, group=self.group, async_op=True), timeout)
-
-    def _done(self, begin: Callable[[], dist.Work | None], timeout: timedelta | None) -> None:
-        try:
-            work = begin()
-            assert work is not None
-            work.wait() if timeout is None else work.wait(timeout)
-        except RuntimeError as exc:
-            lost = ", ".join(map(self.name, self._unreachable())) or "one"
-            raise ExchangeError(
-                f"{self.name(self.rank)} could not come to an agreement with the other ranks, of which {lost} may be lost: {exc}"
-            ) from exc
-
-    def _unreachable(self) -> list[int]:
-        """Those to whom nothing can be sent any more. The group is of no more use to those who have to ask."""
-        found = []
-        for peer in range(self.ranks):
-            try:
-                if peer != self.rank:
-                    dist.isend(torch.zeros(1), group=self.group, group_dst=peer, tag=_PROBE_TAG)
-            except RuntimeError:
-                found.append(peer)
-        return found
+        with waiting(self.group, what):
+            dist.all_to_all_single(heard, told, group=self.group)
 
     def _mismatch(self, local: Local, heard: Tensor, settings: int) -> str | None:
         """What this rank was told by others and does not expect."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from farstep.errors import ExchangeError, FarstepError, StateError, StateMismatch
+from farstep.dist import waiting
+from farstep.errors import FarstepError, RankLost, StateError, StateMismatch
 from farstep.state.adapters.ranks import Group, own_rank, size_of
 from farstep.state.kept import keep
 
@@ -90,7 +90,7 @@ def firsts(
     )
     sent = sent.to(_device(group))
     keep(sent)
-    with _waiting(group, doing, kind):
+    with waiting(group, doing):
         dist.broadcast(sent, group=group, group_src=0)
     return _unpickled([sent.cpu().numpy().tobytes()], group, doing, kind)[0]
 
@@ -100,7 +100,7 @@ def gathered(value: Any, group: Group, doing: str, *, kind: type[FarstepError] =
     if size_of(group) == 1:
         return [value]
     found: list[Any] = [None] * size_of(group)
-    with _waiting(group, doing, kind):
+    with waiting(group, doing):
         dist.all_gather_object(found, value, group)
     return found
 
@@ -123,6 +123,8 @@ def _rows(
     help: str,
 ) -> Tensor:
     """Every rank's mark, behind what all have the same. Raises unless all go on."""
+    if isinstance(error, RankLost):
+        raise error  # the others cannot be told
     if size_of(group) == 1:
         if error is not None:
             raise error
@@ -132,9 +134,9 @@ def _rows(
     every = torch.empty(size_of(group), len(mine), dtype=torch.uint8, device=mine.device)
     parts = every.unbind()
     keep(mine, *parts)
-    with _waiting(group, doing, kind):
+    with waiting(group, doing):
         dist.all_gather(list(parts), mine, group=group)
-    rows = every.cpu()
+        rows = every.cpu()
     if rows[:, 0].any():
         mismatch = isinstance(error, StateMismatch)
         told = None if error is None else (mismatch, type(error).__name__, str(error))
@@ -193,14 +195,3 @@ def _unpickled(texts: list[bytes], group: Group, doing: str, kind: type[FarstepE
 
 def _device(group: Group) -> torch.device:
     return torch.device("cpu" if "gloo" in dist.get_backend(group) else "cuda")
-
-
-@contextmanager
-def _waiting(group: Group, doing: str, kind: type[FarstepError]) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as exc:
-        raise (ExchangeError if kind is StateError else kind)(
-            f"rank {own_rank(group)} has waited for the other ranks in vain, for {doing}: {exc}. All ranks of the group take part in it at once, and "
-            f"one has died or does not"
-        ) from exc

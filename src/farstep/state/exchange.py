@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from farstep.dist import operation
 from farstep.errors import ExchangeError
 from farstep.state.adapters.values import shards_of
 from farstep.state.agreement import Agreement
@@ -43,7 +44,7 @@ def exchange(
 
     At most `budget_bytes`, the same on all ranks, are used for packing; contiguous regions of more than 64 KiB go from memory to memory
     and need none. `progress(bytes_done, bytes_total)` is called on this thread, for what this rank sends, receives and copies within
-    itself. `timeout_s` bounds the wait for each message, by default the group's timeout does.
+    itself. `timeout_s` bounds the wait for ranks that are absent, by default FARSTEP_RANK_TIMEOUT_S does.
 
     Before anything is sent, ranks compare what they are to send one another, and whether each has its tensors; in the end, whether all came
     through. Whatever one rank raises, all raise. `check=False` leaves that out, on all ranks alike. Where the ranks of a gloo group can read each
@@ -56,7 +57,8 @@ def exchange(
         options = Options(budget_bytes, progress, timeout_s, check, same_host)
         return Traffic(Local(plan.part(place.rank), place.rank, place.ranks, source, target), place, options)
 
-    _exchange(prepared, group, check)
+    with operation("exchange", timeout_s=timeout_s):
+        _exchange(prepared, group, check)
 
 
 @torch.no_grad()
@@ -88,7 +90,8 @@ def respread(
         given, wanted = ({name: each.tensors for name, each in side.items()} for side in (here, there))
         return Traffic(Local(part, place.rank, place.ranks, given, wanted), place, options)
 
-    _exchange(prepared, group, check)
+    with operation("respread", timeout_s=timeout_s):
+        _exchange(prepared, group, check)
 
 
 def _shards_by_name(
@@ -119,14 +122,13 @@ def _exchange(
         traffic = prepared(place)
     except Exception as exc:  # whatever it is, the others wait to hear of it
         failure = exc
-    timeout = None if traffic is None else traffic.options.timeout
-    all_ranks = Agreement(group, place.rank, place.ranks, timeout, place.name)
+    all_ranks = Agreement(group, place.rank, place.ranks, place.name)
     if traffic is None:
-        all_ranks.begin(None, failure, 0, 0)  # raises it
+        all_ranks.begin(None, failure, 0)  # raises it
         raise AssertionError
-    most = all_ranks.begin(traffic.local, None, traffic.settings, traffic.most_messages)
+    all_ranks.begin(traffic.local, None, traffic.settings)
     traffic.run(_neighbours(traffic))
-    all_ranks.end(traffic.failure, most)
+    all_ranks.end(traffic.failure)
 
 
 def _neighbours(traffic: Traffic) -> Neighbours | None:

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from farstep.dist import waiting
 from farstep.errors import ExchangeError
 
 __all__ = ["Neighbours", "Span"]
@@ -106,7 +107,8 @@ def _rest(there: Sequence[Span], here: Sequence[Span], done: int) -> tuple[list[
 
 def _gathered(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group)
+    with waiting(group, "finding out whether the ranks can read each other's memory"):
+        dist.all_gather_object(found, value, group)
     return found
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from farstep.dist import operation
 from farstep.state.adapters.ranks import Group
 from farstep.state.exchange import BUDGET_BYTES, Progress
 from farstep.state.optim_forms import flattened
@@ -25,6 +26,7 @@ from farstep.state.optim_selection import Selection
 __all__ = ["load_optim_state_dict", "optim_state_dict"]
 
 
+@operation("optim_state_dict")
 @torch.no_grad()
 def optim_state_dict(
     model: nn.Module,
@@ -74,6 +76,7 @@ def optim_state_dict(
     return flattened(state) if flatten and state else state
 
 
+@operation("load_optim_state_dict")
 @torch.no_grad()
 def load_optim_state_dict(
     model: nn.Module,

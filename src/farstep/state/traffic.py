@@ -21,12 +21,12 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from farstep.dist import waiting
 from farstep.errors import ExchangeError, StateError
 from farstep.state.box import Box
 from farstep.state.local import Local
@@ -64,10 +64,6 @@ class Options:
     @property
     def message_bytes(self) -> int:
         return min(_LARGEST_MESSAGE_BYTES, self.budget_bytes // 4)  # See [Note: messages in one order]
-
-    @property
-    def timeout(self) -> timedelta | None:
-        return None if self.timeout_s is None else timedelta(seconds=self.timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +131,6 @@ class Traffic:
     def settings(self) -> int:
         """What all ranks are to have the same."""
         return self.options.message_bytes * 4 + {None: 0, False: 1, True: 2}[self.options.same_host]
-
-    @property
-    def most_messages(self) -> int:
-        limit = self.options.message_bytes
-        return sum(
-            len(copies.rows) + int((copies.nbytes // limit).sum()) * 2 for _, _, copies in self._streams
-        )
 
     def run(self, neighbours: Neighbours | None) -> None:
         """Raises ExchangeError if another rank is lost or late. All else is left in `failure`, if the ranks tell one another in the end."""
@@ -227,22 +216,25 @@ class Traffic:
 
     def _started(self, each: _Begun, memory: Tensor, peer: int, sending: bool) -> dist.Work:
         group = self.place.group
-        try:
+        with self._waiting(each):
             if sending:
                 work = dist.isend(memory, group=group, group_dst=peer, tag=_TAG)
             else:
                 work = dist.irecv(memory, group=group, group_src=peer, tag=_TAG)
-        except RuntimeError as exc:
-            raise self._lost(each, exc) from exc
         assert work is not None
         return work
 
     def _wait(self, each: _Begun, work: dist.Work) -> None:
-        timeout = self.options.timeout
-        try:
-            work.wait() if timeout is None else work.wait(timeout)
-        except RuntimeError as exc:
-            raise self._lost(each, exc) from exc
+        with self._waiting(each):
+            work.wait()
+
+    def _waiting(self, each: _Begun) -> waiting:
+        return waiting(
+            self.place.group,
+            lambda: self._described(each),
+            peers=(each.peer,),
+            help="Targets may be partly written",
+        )
 
     def _read_message(self, each: _Begun, address: int, neighbours: Neighbours) -> None:
         """One that is packed here."""
@@ -360,7 +352,8 @@ class Traffic:
             raise exc
         self.failure = self.failure or exc
 
-    def _lost(self, each: _Begun, exc: RuntimeError) -> ExchangeError:
+    def _described(self, each: _Begun) -> str:
+        """What is sent to whom, in words."""
         first, more = self.local.plan[int(each.message.rows[0])], len(each.message.rows) - 1
         box, part = first.box, each.message.part
         if part is not None:
@@ -369,10 +362,11 @@ class Traffic:
                 tuple(a + b for a, b in zip(box.offsets, part.offsets[:dims], strict=True)), part.sizes[:dims]
             )
         what = f"{first.name!r} {box}" + (f" and {more} more regions" if more else "")
-        act = "send {} to" if each.sending else "receive {} from"
-        return ExchangeError(
-            f"{self.place.name(self.place.rank)} could not {act.format(what)} {self.place.name(each.peer)}, which may be lost: {exc}"
-        )
+        act = "sending {} to" if each.sending else "receiving {} from"
+        return f"{act.format(what)} {self.place.name(each.peer)}"
+
+    def _lost(self, each: _Begun, exc: RuntimeError) -> ExchangeError:
+        return ExchangeError(f"{self.place.name(self.place.rank)} failed {self._described(each)}: {exc}")
 
 
 def _place(each: tuple[int, int, _Begun]) -> tuple[int, int]:

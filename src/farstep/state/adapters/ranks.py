@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import datetime
-
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from farstep.errors import LayoutError
 from farstep.state.sweep import Ints
 
-__all__ = ["Group", "numbers_within", "own_rank", "ranks_within", "size_of", "timeout_of"]
+__all__ = ["Group", "numbers_within", "own_rank", "ranks_within", "size_of"]
 
 Group = dist.ProcessGroup | None
 
@@ -31,16 +28,6 @@ def own_rank(group: Group) -> int:
 
 def size_of(group: Group) -> int:
     return dist.get_world_size(group) if _is_initialized() else 1
-
-
-def timeout_of(group: Group) -> datetime.timedelta | None:
-    """How long its ranks wait for one another; None if it does not tell. torch tells only inside."""
-    try:
-        backend = (group or dist.group.WORLD)._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
-        found = backend.options._timeout
-    except (AttributeError, RuntimeError):
-        return None
-    return found if isinstance(found, datetime.timedelta) else None
 
 
 def ranks_within(group: Group, ranks: Ints, name: str, holder: str) -> Ints:
