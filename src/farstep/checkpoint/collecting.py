@@ -15,8 +15,10 @@ from torch.nn.parameter import is_lazy
 
 from farstep.checkpoint.dtypes import name_of
 from farstep.checkpoint.elsewhere import Elsewhere, is_below, reference_in, sharded_state, spread_optimizer
+from farstep.checkpoint.entries import entries_of, nested_too_deep, states_of_objects
 from farstep.checkpoint.manifest import MOST_DIMENSIONS
 from farstep.checkpoint.objects import Optimizer, models_in, module_state, optimizer_state
+from farstep.checkpoint.odd_tensors import told_of_module, told_of_tensor
 from farstep.checkpoint.ranks import Ranks
 from farstep.checkpoint.tree import MOST_DEPTH, PerRank, encode_mapping, encode_value, joined, plain_key
 from farstep.errors import CheckpointError, StateError
@@ -38,6 +40,7 @@ class Collected:
 def collected(state: Any, ranks: Ranks) -> Collected:
     """Raises CheckpointError, which names the place, for what a checkpoint cannot keep."""
     collector = _Collector(state, ranks)
+    collector.ask_objects(state)
     found = collector.walk(state, "", 0)
     collector.check_references()
     return Collected(found, collector.tensors, collector.references, collector.copies)
@@ -56,10 +59,25 @@ class _Collector:
         self._alive: list[Any] = []
         """They are not to be freed before all have been seen, as another would get the same memory then."""
         self._for_this_rank = False
+        self._states: dict[tuple[str, int], Any] = {}
+        """What objects have given, by name and id."""
+
+    def ask_objects(self, state: Any) -> None:
+        """Before anything that may fail on one rank alone, as others may wait for it in a `state_dict` that communicates."""
+        self._states = states_of_objects(state, self._ranks.rank, self._state_of)
+
+    def _state_of(self, value: Any, name: str) -> Any:
+        with self._named(name):
+            if isinstance(value, nn.Module):
+                with told_of_module(value, name, "Nothing has been saved"):
+                    return module_state(value, self._group)
+            if isinstance(value, Optimizer):
+                return optimizer_state(value, self._models, self._group, name)
+        return value.state_dict()
 
     def walk(self, value: Any, name: str, depth: int) -> Any:
         if depth > MOST_DEPTH:
-            raise CheckpointError(f"{name[:200]!r} is nested too deep, or has itself inside")
+            raise nested_too_deep(name)
         if isinstance(value, np.ndarray):
             value = _from_numpy(value, name)
         if isinstance(value, Shards | Tensor):
@@ -75,14 +93,8 @@ class _Collector:
             node = self.walk(sharded_state(value, name, self._ranks.rpc_timeout), name, depth + 1)
             self.copies |= self.references.keys() - known
             return node
-        if isinstance(value, nn.Module):
-            with self._named(name):
-                state = module_state(value, self._group)
-            return self.walk(state, name, depth + 1)
-        if isinstance(value, Optimizer):
-            with self._named(name):
-                state = optimizer_state(value, self._models, self._group, name)
-            return self.walk(state, name, depth + 1)
+        if (name, id(value)) in self._states:
+            return self.walk(self._states[name, id(value)], name, depth + 1)
         if isinstance(value, PerRank):
             return self._per_rank(value.value, name, depth)
         if isinstance(value, RankOwned):
@@ -90,16 +102,15 @@ class _Collector:
         if isinstance(value, Mapping):
             if not name and "" in value:
                 raise CheckpointError("a key at the top of a state is '', which is no name: give it another. Nothing has been saved")  # fmt: skip
-            nodes = {}
-            for key, each in value.items():
-                plain = self._key(key, name)
-                nodes[plain] = self.walk(each, joined(name, plain), depth + 1)
-            return encode_mapping(nodes)
+            nodes = dict.fromkeys(self._key(key, name) for key in value)
+            walked = {}
+            for key, each in entries_of(value):
+                plain = plain_key(key)
+                walked[plain] = self.walk(each, joined(name, plain), depth + 1)
+            return encode_mapping({key: walked[key] for key in nodes if key in walked})
         if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
             kind = "list" if isinstance(value, list) else "tuple"
             return {kind: [self.walk(each, joined(name, i), depth + 1) for i, each in enumerate(value)]}
-        if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
-            return self.walk(value.state_dict(), name, depth + 1)
         self._name(name)
         try:
             return encode_value(value)
@@ -165,6 +176,10 @@ class _Collector:
         return {"ranks": [node if each == rank else None for each in range(self._ranks.count)]}
 
     def _tensor(self, value: Tensor | Shards, name: str) -> Any:
+        with told_of_tensor(value, name, "Nothing has been saved"):
+            return self._kept(value, name)
+
+    def _kept(self, value: Tensor | Shards, name: str) -> Any:
         if isinstance(value, Tensor) and is_lazy(value):
             raise CheckpointError(
                 f"{name!r} has no shape yet: run its module once, which gives it one. Nothing has been saved"

@@ -96,7 +96,9 @@ class _Slot:
 
     @property
     def old(self) -> Mapping[str, Any]:
-        return self.group.optimizer.state.get(self.key) or {}
+        """What it has, but for tensors on the meta device, which nothing can be loaded into."""
+        state = self.group.optimizer.state.get(self.key) or {}
+        return {key: v for key, v in state.items() if not (isinstance(v, Tensor) and v.is_meta)}
 
     @property
     def names(self) -> str:

@@ -58,6 +58,18 @@ def check_readable(value: Tensor, name: str) -> None:
         raise LayoutError(
             f"{name!r} is on the meta device, so it has no elements: give a tensor that has memory"
         )
+    if value.numel() and not _has_memory(value):
+        raise LayoutError(
+            f"{name!r} is a {torch.typename(value)} without memory of its own: a tensor that wraps others, is fake, or has "
+            f"been freed. Give the plain tensors that it is made of"
+        )
+
+
+def _has_memory(value: Tensor) -> bool:
+    try:
+        return value.untyped_storage().data_ptr() != 0
+    except (RuntimeError, NotImplementedError):  # what wraps other tensors has none
+        return False
 
 
 def _check(value: Tensor, name: str) -> None:
