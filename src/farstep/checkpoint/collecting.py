@@ -64,7 +64,7 @@ class _Collector:
 
     def ask_objects(self, state: Any) -> None:
         """Before anything that may fail on one rank alone, as others may wait for it in a `state_dict` that communicates."""
-        self._states = states_of_objects(state, self._ranks.rank, self._state_of)
+        self._states = states_of_objects(state, self._ranks, self._state_of)
 
     def _state_of(self, value: Any, name: str) -> Any:
         with self._named(name):
@@ -104,7 +104,7 @@ class _Collector:
                 raise CheckpointError("a key at the top of a state is '', which is no name: give it another. Nothing has been saved")  # fmt: skip
             nodes = dict.fromkeys(self._key(key, name) for key in value)
             walked = {}
-            for key, each in entries_of(value):
+            for key, each in entries_of(value, is_alone=self._ranks.alone):
                 plain = plain_key(key)
                 walked[plain] = self.walk(each, joined(name, plain), depth + 1)
             return encode_mapping({key: walked[key] for key in nodes if key in walked})

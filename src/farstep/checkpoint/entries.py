@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from farstep.checkpoint.elsewhere import reference_in, spread_optimizer
+from farstep.checkpoint.ranks import Ranks
 from farstep.checkpoint.tree import MOST_DEPTH, PerRank, joined, plain_key
 from farstep.errors import CheckpointError
 from farstep.state import RankOwned, Shards
@@ -22,16 +23,21 @@ from farstep.state import RankOwned, Shards
 __all__ = ["entries_of", "is_object", "nested_too_deep", "states_of_objects"]
 
 _LEAVES = (Tensor, Shards, np.ndarray, str, bytes, int, float, complex, type(None), torch.Size)
+_NO_OBJECTS = (*_LEAVES, Mapping, list, tuple, PerRank, RankOwned, type)
 _SHARDED_STATE = {"state", "param_groups", "rank"}
 
 
-def entries_of(mapping: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
+def entries_of(mapping: Mapping[Any, Any], *, is_alone: bool = False) -> list[tuple[Any, Any]]:
     """List what is saved of a dict: containers and objects sorted by key, then tensors and plain values in the dict's order.
+
+    One process that is alone has them all in the dict's order.
 
     The `rank` of an optimizer's sharded state (`optim_state_dict`) is left out: a checkpoint has the parts of all ranks.
     """
     is_sharded = mapping.keys() == _SHARDED_STATE and type(mapping["rank"]) is int
     items = [(key, value) for key, value in mapping.items() if not is_sharded or key != "rank"]
+    if is_alone:
+        return items
     inner = [item for item in items if not isinstance(item[1], _LEAVES)]
     inner.sort(key=lambda item: (str(plain_key(item[0])), type(item[0]).__name__))
     return inner + [item for item in items if isinstance(item[1], _LEAVES)]
@@ -45,13 +51,11 @@ def is_object(value: Any) -> bool:
     """True for a model, an optimizer, or anything else with a `state_dict`."""
     if isinstance(value, nn.Module | Optimizer):
         return True
-    if isinstance(value, Mapping | list | tuple | PerRank | RankOwned | type | _LEAVES):
-        return False
-    return callable(getattr(value, "state_dict", None))
+    return not isinstance(value, _NO_OBJECTS) and callable(getattr(value, "state_dict", None))
 
 
 def states_of_objects(
-    state: Any, rank: int, state_of: Callable[[Any, str], Any]
+    state: Any, ranks: Ranks, state_of: Callable[[Any, str], Any]
 ) -> dict[tuple[str, int], Any]:
     """Call `state_of(object, name)` for every object in a state, in one order; return the results by name and id.
 
@@ -70,9 +74,9 @@ def states_of_objects(
             found[name, id(value)] = inner = state_of(value, name)
             visit(inner, name, depth + 1)
         elif isinstance(value, PerRank):
-            visit(value.value, joined(name, f"rank{rank}"), depth + 1)
+            visit(value.value, joined(name, f"rank{ranks.rank}"), depth + 1)
         elif isinstance(value, Mapping):
-            for key, each in entries_of(value):
+            for key, each in entries_of(value, is_alone=ranks.alone):
                 visit(each, joined(name, key), depth + 1)
         elif isinstance(value, list | tuple):
             for number, each in enumerate(value):

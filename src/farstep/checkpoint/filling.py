@@ -157,7 +157,7 @@ class Filling:
         if name and self.index.take(name) is None and not self.index.below(name):
             return self._miss(value, name)
         around = [each for each in value.values() if isinstance(each, Tensor)]
-        for key, each in entries_of(value):
+        for key, each in entries_of(value, is_alone=self._ranks.alone):
             self._around = around
             found = self._fill(each, joined(name, key))
             if found is not each:
@@ -466,7 +466,7 @@ class Filling:
                 give()
             except Exception as exc:
                 raise CheckpointError(
-                    f"load_state_dict of {name!r}, a {type(value).__name__}, raised {type(exc).__name__}: {exc}. All tensors, and objects whose names come before it, are "
+                    f"load_state_dict of {name!r}, a {type(value).__name__}, raised {type(exc).__name__}: {exc}. All tensors, and objects that come before it, are "
                     f"loaded; later objects are not. Load again before the state is used"
                 ) from exc
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 
 from farstep.errors import CheckpointError, FarstepError
@@ -28,7 +27,7 @@ def told_of_tensor(value: Tensor | Shards, name: str, after: str) -> Iterator[No
         raise
     except _REFUSALS as exc:
         raise CheckpointError(
-            f"{name!r} is a {torch.typename(value)}, whose elements cannot be reached ({type(exc).__name__}: "
+            f"{name!r} is a {type(value).__module__}.{type(value).__qualname__}, whose elements cannot be reached ({type(exc).__name__}: "
             f"{_first_line(exc)}): give the plain tensors that it is made of, under names of their own. {after}"
         ) from exc
 

@@ -60,8 +60,8 @@ def check_readable(value: Tensor, name: str) -> None:
         )
     if value.numel() and not _has_memory(value):
         raise LayoutError(
-            f"{name!r} is a {torch.typename(value)} without memory of its own: a tensor that wraps others, is fake, or has "
-            f"been freed. Give the plain tensors that it is made of"
+            f"{name!r} is a {type(value).__module__}.{type(value).__qualname__} without memory of its own: it wraps other "
+            f"tensors, is fake, or has been freed. Give the plain tensors that it is made of, or a clone"
         )
 
 
