@@ -103,9 +103,9 @@ def _fsdp2_on_meta(path: str) -> None:
     same_model(two, one)
 
 
-def test_fsdp2_trains_on(two: Ranks, four: Ranks, tmp_path: Path) -> None:
-    two.run(_fsdp2_on_meta, f"{tmp_path}/two")
-    four.run(_fsdp2_on_meta, f"{tmp_path}/four")
+@pytest.mark.timeout(120)  # the first test waits for torch's imports on all ranks
+def test_fsdp2_trains_on(two: Ranks, tmp_path: Path) -> None:
+    two.run(_fsdp2_on_meta, str(tmp_path), timeout_s=100)
 
 
 def _let_go_and_loaded(path: str) -> None:
