@@ -104,7 +104,7 @@ class _Collector:
                 raise CheckpointError("a key at the top of a state is '', which is no name: give it another. Nothing has been saved")  # fmt: skip
             nodes = dict.fromkeys(self._key(key, name) for key in value)
             walked = {}
-            for key, each in entries_of(value, is_alone=self._ranks.alone):
+            for key, each in entries_of(value, self._ranks):
                 plain = plain_key(key)
                 walked[plain] = self.walk(each, joined(name, plain), depth + 1)
             return encode_mapping({key: walked[key] for key in nodes if key in walked})

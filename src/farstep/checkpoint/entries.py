@@ -24,23 +24,33 @@ __all__ = ["entries_of", "is_object", "nested_too_deep", "states_of_objects"]
 
 _LEAVES = (Tensor, Shards, np.ndarray, str, bytes, int, float, complex, type(None), torch.Size)
 _NO_OBJECTS = (*_LEAVES, Mapping, list, tuple, PerRank, RankOwned, type)
-_SHARDED_STATE = {"state", "param_groups", "rank"}
 
 
-def entries_of(mapping: Mapping[Any, Any], *, is_alone: bool = False) -> list[tuple[Any, Any]]:
+def entries_of(mapping: Mapping[Any, Any], ranks: Ranks | None = None) -> list[tuple[Any, Any]]:
     """List what is saved of a dict: containers and objects sorted by key, then tensors and plain values in the dict's order.
 
-    One process that is alone has them all in the dict's order.
-
-    The `rank` of an optimizer's sharded state (`optim_state_dict`) is left out: a checkpoint has the parts of all ranks.
+    A process that is alone has them all in the dict's order. The `rank` of an optimizer's sharded state (`optim_state_dict`)
+    is left out: a checkpoint has the parts of all ranks.
     """
-    is_sharded = mapping.keys() == _SHARDED_STATE and type(mapping["rank"]) is int
-    items = [(key, value) for key, value in mapping.items() if not is_sharded or key != "rank"]
-    if is_alone:
+    items = list(mapping.items())
+    if ranks is not None and _is_part(mapping, ranks.rank):
+        items = [item for item in items if item[0] != "rank"]
+    if ranks is not None and ranks.alone:
         return items
     inner = [item for item in items if not isinstance(item[1], _LEAVES)]
     inner.sort(key=lambda item: (str(plain_key(item[0])), type(item[0]).__name__))
     return inner + [item for item in items if isinstance(item[1], _LEAVES)]
+
+
+def _is_part(mapping: Mapping[Any, Any], rank: int) -> bool:
+    """True for what this rank has of an optimizer's state."""
+    return (
+        mapping.keys() == {"state", "param_groups", "rank"}
+        and type(mapping["rank"]) is int
+        and mapping["rank"] == rank
+        and isinstance(mapping["state"], Mapping)
+        and isinstance(mapping["param_groups"], list)
+    )
 
 
 def nested_too_deep(name: str) -> CheckpointError:
@@ -76,7 +86,7 @@ def states_of_objects(
         elif isinstance(value, PerRank):
             visit(value.value, joined(name, f"rank{ranks.rank}"), depth + 1)
         elif isinstance(value, Mapping):
-            for key, each in entries_of(value, is_alone=ranks.alone):
+            for key, each in entries_of(value, ranks):
                 visit(each, joined(name, key), depth + 1)
         elif isinstance(value, list | tuple):
             for number, each in enumerate(value):

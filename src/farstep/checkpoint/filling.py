@@ -157,7 +157,7 @@ class Filling:
         if name and self.index.take(name) is None and not self.index.below(name):
             return self._miss(value, name)
         around = [each for each in value.values() if isinstance(each, Tensor)]
-        for key, each in entries_of(value, is_alone=self._ranks.alone):
+        for key, each in entries_of(value, self._ranks):
             self._around = around
             found = self._fill(each, joined(name, key))
             if found is not each:
