@@ -130,6 +130,15 @@ def test_tensors_in_dicts_lists_and_by_themselves(tmp_path: Path) -> None:
     assert bare.requires_grad
 
 
+def test_within_torchs_context_for_meta(tmp_path: Path) -> None:
+    checkpoint.save({"a": torch.ones(2), "b": {"c": torch.ones(3)}}, tmp_path)
+    with torch.device("meta"):
+        state: dict[str, Any] = {"a": torch.empty(2), "b": None}
+        assert not checkpoint.load(state, tmp_path)
+    assert state["a"].tolist() == [1, 1]
+    assert state["b"]["c"].tolist() == [1, 1, 1]
+
+
 def test_a_state_dict_as_torch_assigns_it(tmp_path: Path) -> None:
     one, two = Net(), on_meta()
     checkpoint.save({"model": one}, tmp_path)

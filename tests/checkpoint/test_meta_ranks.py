@@ -91,6 +91,7 @@ def _fsdp2_on_meta(path: str) -> None:
     same_model(two, one)
     state = {"model": two, "optim": other}
     checkpoint.save(state, f"{path}/two")
+    _sharded_optimizer_state(f"{path}/two", other)
     with torch.device("meta"):
         three = sharded(Net())
     third = adam(three)
@@ -101,6 +102,15 @@ def _fsdp2_on_meta(path: str) -> None:
     train(two, other, 4, 1)
     same_model(three, one)
     same_model(two, one)
+
+
+def _sharded_optimizer_state(path: str, wanted: torch.optim.Optimizer) -> None:
+    """By a model's state dict on meta."""
+    with torch.device("meta"):
+        like = sharded(Net()).state_dict()
+    found = checkpoint.load_sharded_optimizer_state_dict(like, "optim", path)["optim"]["state"]
+    (moment, *_) = (values["exp_avg"] for values in wanted.state.values())
+    assert torch.equal(found["first.weight"]["exp_avg"].full_tensor(), moment.full_tensor())
 
 
 @pytest.mark.timeout(120)  # the first test waits for torch's imports on all ranks

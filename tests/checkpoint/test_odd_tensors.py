@@ -118,6 +118,16 @@ def test_as_a_models_buffer(kind: str, tmp_path: Path) -> None:
         checkpoint.save({"model": model}, tmp_path)
 
 
+def test_a_tensor_whose_elements_share_memory_is_not_begun_with(tmp_path: Path) -> None:
+    checkpoint.save({"a": torch.ones(2), "w": torch.ones(3)}, tmp_path)
+    state = {"a": torch.zeros(2), "w": torch.zeros(1).expand(3)}
+    with pytest.raises(
+        CheckpointError, match=r"'w' has elements that share memory.*Nothing has been changed"
+    ):
+        checkpoint.load(state, tmp_path)
+    assert state["a"].tolist() == [0, 0]
+
+
 def test_a_class_that_has_memory_is_kept(tmp_path: Path) -> None:
     checkpoint.save({"w": torch.arange(3.0).as_subclass(Named)}, tmp_path)
     into = torch.zeros(3).as_subclass(Named)

@@ -36,6 +36,7 @@ from farstep.checkpoint.tree import PerRank, TensorAt, decode, joined, like
 from farstep.errors import CheckpointError, CheckpointMismatch, DamagedCheckpoint, LayoutError
 from farstep.state import Box, RankOwned, Shards, shards_of
 from farstep.state.adapters.modules import named_tensors, reshard
+from farstep.state.memory import repeats
 
 __all__ = ["Filling"]
 
@@ -295,6 +296,11 @@ class Filling:
             return False
         shards = shards_of(value, self._ranks.group, name=name)
         boxes, tensors = shards.spread.boxes(self._ranks.rank), shards.tensors
+        if any(repeats(each) for each in tensors):
+            self._problems.append(
+                f"{name!r} has elements that share memory (it was expanded), so it cannot be filled: give a clone"
+            )
+            return False
         before, source, _ = self._memory.setdefault(_memory_of(value), (name, tensor, value))
         if source == tensor and before != name:
             return True  # it comes into that memory already
