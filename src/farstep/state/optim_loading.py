@@ -91,13 +91,16 @@ class _Slot:
     members: list[tuple[Seat, int]]
     """Each with the number that the key has among the seat's."""
     is_kept: bool = False
+    leaves_meta: bool = True
+    """Whether state on the meta device stays there; else it is made anew, beside the parameter."""
     state: dict[str, Any] = field(default_factory=dict)
     """What it gets."""
 
     @property
     def old(self) -> Mapping[str, Any]:
-        """What it has, but for tensors on the meta device, which nothing can be loaded into."""
         state = self.group.optimizer.state.get(self.key) or {}
+        if self.leaves_meta:
+            return state
         return {key: v for key, v in state.items() if not (isinstance(v, Tensor) and v.is_meta)}
 
     @property
@@ -107,10 +110,12 @@ class _Slot:
 
 class Loading:
     def __init__(self, roster: Roster, given: Given, group: Group, *, in_place: bool = False) -> None:
-        """`in_place`: into the memory of the state that the optimizer has now, where that is alike. It does not survive a failure then."""
+        """`in_place`: into the memory of the state that the optimizer has now, where that is alike and has memory. It does not survive a failure then."""
         self._roster, self._given, self._in_place = roster, given, in_place
         self._rank, self._ranks = own_rank(group), size_of(group)
         self._slots = list(_slots(roster))
+        for slot in self._slots:
+            slot.leaves_meta = not in_place
         self._options: list[dict[str, Any]] = []
         self.cast: set[str] = set()
         """Targets that have another dtype than what is to come."""
