@@ -302,7 +302,7 @@ def test_a_state_that_is_a_tensor_or_cannot_be_changed(tmp_path: Path) -> None:
 def test_an_object_that_does_not_take_its_state(tmp_path: Path) -> None:
     checkpoint.save({"data": Loader(-1)}, tmp_path)
     with pytest.raises(
-        CheckpointError, match=r"load_state_dict of 'data', a Loader, raised KeyError.*load again"
+        CheckpointError, match=r"load_state_dict of 'data', a Loader, raised KeyError.*Load again"
     ):
         checkpoint.load({"data": Loader()}, tmp_path)
 

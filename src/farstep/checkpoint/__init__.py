@@ -2,13 +2,13 @@
 
 from farstep.checkpoint.async_save import async_save
 from farstep.checkpoint.convert import FORMATS, Converted, convert, save_dcp
-from farstep.checkpoint.filling import Report
 from farstep.checkpoint.handle import SaveHandle, SaveProgress
 from farstep.checkpoint.loading import load, read
 from farstep.checkpoint.local_disk import LocalDisk
 from farstep.checkpoint.manager import CheckpointManager, Resumed
 from farstep.checkpoint.optimizers import load_optimizer
 from farstep.checkpoint.remote import RemoteStorage
+from farstep.checkpoint.report import Report
 from farstep.checkpoint.saving import save
 from farstep.checkpoint.sharded_optimizers import load_sharded_optimizer_state_dict
 from farstep.checkpoint.staging import release_staging

@@ -22,8 +22,10 @@ from farstep.checkpoint.elsewhere import (
     sharded_state,
     spread_optimizer,
 )
+from farstep.checkpoint.entries import entries_of, is_object, nested_too_deep, states_of_objects
 from farstep.checkpoint.manifest import MOST_DIMENSIONS
 from farstep.checkpoint.objects import Optimizer, models_in, module_state, optimizer_state
+from farstep.checkpoint.odd_tensors import told_of_module, told_of_tensor
 from farstep.checkpoint.ranks import Ranks
 from farstep.checkpoint.tree import MOST_DEPTH, PerRank, encode_mapping, encode_value, joined, plain_key
 from farstep.errors import CheckpointError, StateError
@@ -50,6 +52,7 @@ def collected(
     `states` are those of DistributedOptimizers whose steps have been stopped, by name. `for_another` worker saves it: then references of what this one owns are followed.
     """
     collector = _Collector(state, ranks, states or {}, for_another)
+    collector.ask_objects(state)
     found = collector.walk(state, "", 0)
     if not for_another:
         collector.check_references()
@@ -58,7 +61,7 @@ def collected(
 
 class _Collector:
     def __init__(self, state: Any, ranks: Ranks, states: Mapping[str, Any], for_another: bool) -> None:
-        self._states, self._for_another = states, for_another
+        self._stopped_states, self._for_another = states, for_another
         self._ranks, self._group = ranks, ranks.group
         self._models = models_in(state)
         self.tensors: dict[str, Shards] = {}
@@ -70,10 +73,25 @@ class _Collector:
         self._alive: list[Any] = []
         """They are not to be freed before all have been seen, as another would get the same memory then."""
         self._for_this_rank = False
+        self._states: dict[tuple[str, int], Any] = {}
+        """What objects have given, by name and id."""
+
+    def ask_objects(self, state: Any) -> None:
+        """Before anything that may fail on one rank alone, as others may wait for it in a `state_dict` that communicates."""
+        self._states = states_of_objects(state, self._ranks, self._state_of)
+
+    def _state_of(self, value: Any, name: str) -> Any:
+        with self._named(name):
+            if isinstance(value, nn.Module):
+                with told_of_module(value, name, "Nothing has been saved"):
+                    return module_state(value, self._group)
+            if isinstance(value, Optimizer):
+                return optimizer_state(value, self._models, self._group, name)
+        return value.state_dict()
 
     def walk(self, value: Any, name: str, depth: int) -> Any:
         if depth > MOST_DEPTH:
-            raise CheckpointError(f"{name[:200]!r} is nested too deep, or has itself inside")
+            raise nested_too_deep(name)
         if isinstance(value, np.ndarray):
             value = _from_numpy(value, name)
         if isinstance(value, Shards | Tensor):
@@ -88,20 +106,17 @@ class _Collector:
         if spread_optimizer(value) is not None:
             self._refuse_on_many(name)
             known = set(self.references)
-            if self._for_another and name not in self._states:
+            if self._for_another and name not in self._stopped_states:
                 raise hidden(name)
-            state = self._states.get(name) or sharded_state(value, name, self._ranks.rpc_timeout)
+            state = self._stopped_states.get(name) or sharded_state(value, name, self._ranks.rpc_timeout)
             node = self.walk(state, name, depth + 1)
             self.copies |= self.references.keys() - known
             return node
-        if isinstance(value, nn.Module):
-            with self._named(name):
-                state = module_state(value, self._group)
-            return self.walk(state, name, depth + 1)
-        if isinstance(value, Optimizer):
-            with self._named(name):
-                state = optimizer_state(value, self._models, self._group, name)
-            return self.walk(state, name, depth + 1)
+        if is_object(value):
+            key = (name, id(value))
+            # Objects behind references have not been asked yet; one process alone has these.
+            inner = self._states[key] if key in self._states else self._state_of(value, name)
+            return self.walk(inner, name, depth + 1)
         if isinstance(value, PerRank):
             return self._per_rank(value.value, name, depth)
         if isinstance(value, RankOwned):
@@ -109,16 +124,15 @@ class _Collector:
         if isinstance(value, Mapping):
             if not name and "" in value:
                 raise CheckpointError("a key at the top of a state is '', which is no name: give it another. Nothing has been saved")  # fmt: skip
-            nodes = {}
-            for key, each in value.items():
-                plain = self._key(key, name)
-                nodes[plain] = self.walk(each, joined(name, plain), depth + 1)
-            return encode_mapping(nodes)
+            nodes = dict.fromkeys(self._key(key, name) for key in value)
+            walked = {}
+            for key, each in entries_of(value, self._ranks):
+                plain = plain_key(key)
+                walked[plain] = self.walk(each, joined(name, plain), depth + 1)
+            return encode_mapping({key: walked[key] for key in nodes if key in walked})
         if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
             kind = "list" if isinstance(value, list) else "tuple"
             return {kind: [self.walk(each, joined(name, i), depth + 1) for i, each in enumerate(value)]}
-        if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
-            return self.walk(value.state_dict(), name, depth + 1)
         self._name(name)
         try:
             return encode_value(value)
@@ -184,6 +198,10 @@ class _Collector:
         return {"ranks": [node if each == rank else None for each in range(self._ranks.count)]}
 
     def _tensor(self, value: Tensor | Shards, name: str) -> Any:
+        with told_of_tensor(value, name, "Nothing has been saved"):
+            return self._kept(value, name)
+
+    def _kept(self, value: Tensor | Shards, name: str) -> Any:
         if isinstance(value, Tensor) and is_lazy(value):
             raise CheckpointError(
                 f"{name!r} has no shape yet: run its module once, which gives it one. Nothing has been saved"

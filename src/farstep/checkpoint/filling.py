@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,9 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from farstep.checkpoint.elsewhere import reference_in, spread_optimizer
+from farstep.checkpoint.entries import entries_of
 from farstep.checkpoint.filling_optimizers import OptimizerFilling
+from farstep.checkpoint.filling_values import Later, array_of, as_tensor, settled, tensor_of, tensors_in
 from farstep.checkpoint.listing import listed, named
 from farstep.checkpoint.manifest import Manifest, TensorInfo
+from farstep.checkpoint.meta_tensors import MetaTensors, is_meta, meta_tensors_in
 from farstep.checkpoint.objects import (
     Optimizer,
     identities,
@@ -24,58 +24,28 @@ from farstep.checkpoint.objects import (
     names_of_memory,
     owner_of,
 )
+from farstep.checkpoint.odd_tensors import told_of_module, told_of_tensor
 from farstep.checkpoint.ranks import Ranks
 from farstep.checkpoint.reading import Wanted
 from farstep.checkpoint.renaming import Index, Place, Rename
+from farstep.checkpoint.report import Report
 from farstep.checkpoint.same_content import have_same
 from farstep.checkpoint.storage import Storage
 from farstep.checkpoint.stored_values import memory_for
 from farstep.checkpoint.tree import PerRank, TensorAt, decode, joined, like
-from farstep.errors import CheckpointError, CheckpointMismatch, DamagedCheckpoint
-from farstep.state import Box, Shards, shards_of
+from farstep.errors import CheckpointError, CheckpointMismatch, DamagedCheckpoint, LayoutError
+from farstep.state import Box, RankOwned, Shards, shards_of
+from farstep.state.adapters.modules import named_tensors, reshard
+from farstep.state.memory import repeats
 
-__all__ = ["Filling", "Report"]
-
-
-@dataclass
-class Report:
-    """What a load has left as it was: with `strict`, at most `unsaved`."""
-
-    missing: list[str] = field(default_factory=list)
-    """In the state, and not in the checkpoint."""
-    unexpected: list[str] = field(default_factory=list)
-    """In the checkpoint, and not in the state."""
-    reshaped: list[str] = field(default_factory=list)
-    """In both, with different shapes, or a tensor in one and none in the other."""
-    unsaved: list[str] = field(default_factory=list)
-    """What this rank has for itself (`PerRank`), and no rank of its number has saved: there were fewer then."""
-    differences: dict[str, str] = field(default_factory=dict)
-    """Of each name in `reshaped`, what it is in the state and in the checkpoint."""
-
-    def __bool__(self) -> bool:
-        """Whether there is anything to tell."""
-        return bool(self.missing or self.unexpected or self.reshaped or self.unsaved)
-
-    def __str__(self) -> str:
-        return "; ".join(
-            f"{what}: {found}"
-            for what, found in (
-                ("missing in the checkpoint", named(self.missing)),
-                ("not in the state", named(self.unexpected)),
-                ("of another shape", self.shapes),
-                ("of this rank, which has saved nothing", named(self.unsaved)),
-            )
-            if found
-        )
-
-    @property
-    def shapes(self) -> str:
-        """`reshaped` in words."""
-        return listed([f"{name!r} {self.differences.get(name, '')}".strip() for name in self.reshaped])
+__all__ = ["Filling"]
 
 
 class Filling:
-    """`wanted` is what is to be read, and where to. Until `commit` nothing but the memory of tensors has changed."""
+    """`wanted` is what is to be read, and where to. Until `commit` nothing but the memory of tensors has changed.
+
+    Tensors on the meta device have memory from `prepare` on; where the load ends without `commit`, `undo` takes it back.
+    """
 
     def __init__(
         self,
@@ -86,8 +56,14 @@ class Filling:
         convert_dtype: bool,
         rename: Rename | None,
         verify: bool = True,
+        meta: MetaTensors | None = None,
     ) -> None:
         self._storage, self._manifest, self._ranks = storage, manifest, ranks
+        self._meta = meta or MetaTensors(None)
+        self._seen: set[tuple[str, int]] = set()
+        """Modules whose meta tensors have memory, by name and id."""
+        self._around: Sequence[Tensor] = ()
+        """The tensors beside the one that is being filled."""
         self._strict, self._convert_dtype, self._rename, self._verify = strict, convert_dtype, rename, verify
         self.index = Index(manifest.tree, rename)
         self.references: dict[str, Any] = {}
@@ -113,6 +89,8 @@ class Filling:
     def prepare(self, state: Any) -> None:
         """Raises CheckpointMismatch, which lists what does not fit."""
         self._models = models_in(state)
+        for name, module in self._models.items():
+            self._give_memory(module, name)
         if self._fill(state, "") is not state:
             raise CheckpointMismatch(
                 f"a {type(state).__name__} cannot be loaded into, as nothing in it can be changed: give a dict or list of what is to be loaded, or an object with "
@@ -130,13 +108,18 @@ class Filling:
             self._problems.append(f"the state has no {named(report.unexpected)}")
         if strict and report.reshaped:
             self._problems.append(f"shapes differ: {report.shapes}")
+        if strict and report.meta:
+            self._problems.append(
+                f"{named(report.meta)} would stay on the meta device, as the checkpoint has nothing for it: give it memory "
+                f"and values first. (Buffers that are not persistent are in no checkpoint.)"
+            )
         if self._impossible:
             self._problems.append(f"numbers do not fit: {listed(self._impossible)}")
         if self._dtypes:
             self._problems.append(f"dtypes differ: {listed(self._dtypes)} (convert_dtype=True converts)")
         if self._problems:
             hint = ""
-            if strict and (report.missing or report.unexpected or report.reshaped):
+            if strict and (report.missing or report.unexpected or report.reshaped or report.meta):
                 hint = ". strict=False leaves those out; rename= gives others their names"
             raise CheckpointMismatch(
                 f"{self._storage} does not fit the state: {'; '.join(self._problems)}. Nothing has been changed{hint}"
@@ -158,7 +141,9 @@ class Filling:
         if isinstance(value, PerRank):
             found = self._for_this_rank(value.value, name)
             return value if found is value.value else PerRank(found)
-        if isinstance(value, np.ndarray) and (tensor := _tensor_of(value)) is not None:
+        if isinstance(value, RankOwned):
+            return self._rank_owned(value, name)
+        if isinstance(value, np.ndarray) and (tensor := tensor_of(value)) is not None:
             return self._array(value, tensor, name)
         if isinstance(value, Mapping):
             return self._mapping(value, name)
@@ -172,7 +157,9 @@ class Filling:
     def _mapping(self, value: Mapping[Any, Any], name: str) -> Any:
         if name and self.index.take(name) is None and not self.index.below(name):
             return self._miss(value, name)
-        for key, each in value.items():
+        around = [each for each in value.values() if isinstance(each, Tensor)]
+        for key, each in entries_of(value, self._ranks):
+            self._around = around
             found = self._fill(each, joined(name, key))
             if found is not each:
                 self._set(value, key, found)
@@ -192,7 +179,11 @@ class Filling:
                     value, name, f"has {len(value)} values in the state and {there} in the checkpoint"
                 )
             return self._value(value, name)
-        found = [self._fill(each, joined(name, i)) for i, each in enumerate(value)]
+        around = [each for each in value if isinstance(each, Tensor)]
+        found = []
+        for i, each in enumerate(value):
+            self._around = around
+            found.append(self._fill(each, joined(name, i)))
         if all(new is old for new, old in zip(found, value, strict=True)):
             return value
         if isinstance(value, tuple):
@@ -218,7 +209,7 @@ class Filling:
             return self._differs(
                 value, name, f"is a number in the state and a tensor of shape {shape} in the checkpoint"
             )
-        return _Later(self._fresh(tensor, name))
+        return Later(self._fresh(tensor, name))
 
     def _differs(self, value: Any, name: str, how: str) -> Any:
         self.report.reshaped.append(name)
@@ -243,13 +234,19 @@ class Filling:
             )
 
         def put() -> None:
-            container[key] = _settled(value)
+            container[key] = settled(value)
 
         self._commit.append(put)
 
     # -- tensors ------------------------------------------------------------------------------------------
 
     def _tensor(self, value: Tensor | Shards, name: str) -> Any:
+        with told_of_tensor(value, name, "Nothing has been changed"):
+            if is_meta(value):
+                self._give(value, [name], self._around)  # type: ignore[arg-type]
+            return self._filled(value, name)
+
+    def _filled(self, value: Tensor | Shards, name: str) -> Any:
         place = self.index.take(name)
         if place is None:
             return self._miss(value, name)
@@ -264,9 +261,9 @@ class Filling:
         if not isinstance(value, Tensor) or shape or not isinstance(number, int | float):
             there = "a PerRank in the checkpoint: give a PerRank to load into" if place.is_per_rank else "none in the checkpoint"  # fmt: skip
             return self._differs(value, name, f"is a tensor of shape {shape} in the state and {there}")
-        made = _as_tensor(number, value.dtype, self._convert_dtype)
+        made = as_tensor(number, value.dtype, self._convert_dtype)
         if made is None:
-            can_be = _as_tensor(number, value.dtype, True) is not None
+            can_be = as_tensor(number, value.dtype, True) is not None
             (self._dtypes if can_be else self._impossible).append(
                 f"{name!r} is {value.dtype} in the state and {number!r} in the checkpoint"
             )
@@ -299,6 +296,11 @@ class Filling:
             return False
         shards = shards_of(value, self._ranks.group, name=name)
         boxes, tensors = shards.spread.boxes(self._ranks.rank), shards.tensors
+        if any(repeats(each) for each in tensors):
+            self._problems.append(
+                f"{name!r} has elements that share memory (it was expanded), so it cannot be filled: give a clone"
+            )
+            return False
         before, source, _ = self._memory.setdefault(_memory_of(value), (name, tensor, value))
         if source == tensor and before != name:
             return True  # it comes into that memory already
@@ -330,6 +332,38 @@ class Filling:
             self.wanted[name] = tensor, [Box.whole(made.shape)], [made]
         return made
 
+    # -- tensors on the meta device -----------------------------------------------------------------------
+
+    def _give_memory(self, module: nn.Module, name: str) -> None:
+        """Before any optimizer is looked at, whose state goes where its parameters are."""
+        if (name, id(module)) in self._seen:
+            return
+        self._seen.add((name, id(module)))
+        reshard(module)
+        found = meta_tensors_in(module)
+        if not found:
+            return
+        around = [tensor for _, tensor in named_tensors(module, buffers=True, remove_duplicate=True)]
+        for tensor, names in found:
+            self._give(tensor, [joined(name, each) for each in names], around)
+        self._meta.settle(module)
+
+    def _give(self, tensor: Tensor, names: Sequence[str], around: Sequence[Tensor]) -> None:
+        """Memory for a tensor that goes by these names, if the checkpoint has something for it."""
+        there = next((name for name in names if self._has_for(tensor, name)), None)
+        if there is None:
+            self.report.meta.append(names[0])
+        else:
+            self._meta.give(tensor, there, around)
+
+    def _has_for(self, tensor: Tensor, name: str) -> bool:
+        place = self.index.get(name)
+        if place is None:
+            return False
+        if place.tensor is not None:
+            return self._info(place.tensor, name).shape == tuple(tensor.shape)
+        return not tensor.shape and not isinstance(place.node, dict)
+
     # -- objects ------------------------------------------------------------------------------------------
 
     def _module(self, module: nn.Module, name: str) -> None:
@@ -337,8 +371,10 @@ class Filling:
         if name and self.index.take(name) is None and not self.index.below(name):
             self._miss(module, name)
             return
+        self._give_memory(module, name)
         others: dict[str, Any] = {}
-        state = module_state(module, self._ranks.group)
+        with told_of_module(module, name, "Nothing has been changed"):
+            state = module_state(module, self._ranks.group)
         same = identities(module, state)
         own = names_of_memory(module)
         there = {same[key] for key in state if self.index.get(joined(name, key)) is not None}
@@ -346,6 +382,9 @@ class Filling:
             is_tensor = isinstance(value, Tensor | Shards)
             if is_tensor and same[key] in there and self.index.get(joined(name, key)) is None:
                 continue  # tied to another that is there, and stored once
+            if key in own and is_meta(value):  # there is nothing for it, which has been reported
+                self._filled(value, joined(name, key))
+                continue
             found = self._fill(value, joined(name, key))
             if not is_tensor or (isinstance(value, Tensor) and key not in own):
                 others[key] = found
@@ -355,7 +394,7 @@ class Filling:
             self._later_given(
                 module,
                 name,
-                lambda: module.load_state_dict({k: _settled(v) for k, v in others.items()}, strict=False),
+                lambda: module.load_state_dict({k: settled(v) for k, v in others.items()}, strict=False),
             )
 
     def _optimizer(self, optimizer: Optimizer, owner: Any, name: str) -> Any:
@@ -365,7 +404,12 @@ class Filling:
         model = self.index.get(owner.name)
         was = None if model is None else model.name
         filling = OptimizerFilling(optimizer, owner, place, name, self._storage, self._manifest, self._ranks, self._rename, was, self._verify)  # fmt: skip
-        filling.prepare(self._strict, self._convert_dtype)
+        try:
+            filling.prepare(self._strict, self._convert_dtype)
+        except LayoutError as exc:
+            raise CheckpointMismatch(
+                f"{name!r} of {self._storage} cannot be loaded: {exc}. Nothing has been changed"
+            ) from exc
         self.wanted |= filling.wanted
         self.report.missing += filling.missing
         self.report.unexpected += filling.unexpected
@@ -400,8 +444,27 @@ class Filling:
         saved = decode(place.node, place.name, self._ranks.rank)
         if isinstance(value, Optimizer):
             _refuse_names(value, saved, name)
-        saved = self._taken(saved, value.state_dict(), name)
-        self._later_given(value, name, lambda: value.load_state_dict(saved))
+            self._refuse_meta(value, name)
+        now = value.state_dict()
+        saved = self._taken(saved, now, name)
+        has_meta = any(is_meta(each) for each in tensors_in(now))
+
+        def give() -> None:
+            value.load_state_dict(saved)
+            if has_meta and any(is_meta(each) for each in tensors_in(value.state_dict())):
+                raise ValueError(
+                    "it has tensors on the meta device, and has not given them memory (load_state_dict(..., assign=True) does)"
+                )
+
+        self._later_given(value, name, give)
+
+    def _refuse_meta(self, optimizer: Optimizer, name: str) -> None:
+        """torch's own load_state_dict moves the state to the device of its parameters."""
+        if any(is_meta(p) for group in optimizer.param_groups for p in group["params"]):
+            self._problems.append(
+                f"{name!r} steps parameters on the meta device, where its state would be lost: give the model in the state "
+                f"too, or give it memory first"
+            )
 
     def _later_given(self, value: Any, name: str, give: Callable[[], Any]) -> None:
         def commit() -> None:
@@ -409,8 +472,8 @@ class Filling:
                 give()
             except Exception as exc:
                 raise CheckpointError(
-                    f"load_state_dict of {name!r}, a {type(value).__name__}, raised {type(exc).__name__}: {exc}. What comes before it in the state has been loaded, and all tensors; what "
-                    f"comes after it has not: load again before the state is used"
+                    f"load_state_dict of {name!r}, a {type(value).__name__}, raised {type(exc).__name__}: {exc}. All tensors, and objects that come before it, are "
+                    f"loaded; later objects are not. Load again before the state is used"
                 ) from exc
 
         self._commit.append(commit)
@@ -434,13 +497,31 @@ class Filling:
         finally:
             self.index = outer
 
+    def _rank_owned(self, value: RankOwned, name: str) -> Any:
+        """What belongs to this rank's part of a parameter, which only as many ranks as saved it have."""
+        place, tensor = self.index.get(name), value.tensors.get(self._ranks.rank)
+        if place is not None and place.is_per_rank and len(place.node["ranks"]) != self._ranks.count:
+            self.index.take(name)
+            return self._differs(
+                value, name, f"belongs to the parts that {len(place.node['ranks'])} ranks had of a parameter"
+            )
+        if tensor is None:
+            self.index.take_all(name)
+        else:
+            self._for_this_rank(tensor, name)
+        return value
+
     def _taken(self, saved: Any, now: Any, name: str) -> Any:
         """What was saved, its tensors in the memory of those that are there now, where they are alike."""
         if isinstance(saved, TensorAt):
             info = self._info(saved.name, name)
             if isinstance(now, np.ndarray):
-                return _array_of(self._fresh(saved.name, name))
-            if isinstance(now, Tensor | Shards) and (tuple(now.shape), now.dtype) == (info.shape, info.dtype):
+                return array_of(self._fresh(saved.name, name))
+            if (
+                isinstance(now, Tensor | Shards)
+                and not is_meta(now)
+                and (tuple(now.shape), now.dtype) == (info.shape, info.dtype)
+            ):
                 self._into(now, saved.name, name)
                 return now
             return self._fresh(saved.name, name)
@@ -462,15 +543,13 @@ class Filling:
             each()
 
     def commit(self) -> None:
+        self._meta.keep()
         for each in self._commit:
             each()
 
-
-class _Later:
-    """A number that is not read yet."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+    def undo(self) -> None:
+        """Take back the memory of tensors that were on the meta device, unless `commit` has begun."""
+        self._meta.take_back()
 
 
 def _refuse_names(optimizer: Optimizer, saved: Any, name: str) -> None:
@@ -488,48 +567,6 @@ def _refuse_names(optimizer: Optimizer, saved: Any, name: str) -> None:
 def _has_state(value: Any) -> bool:
     has = callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
     return has and not isinstance(value, type)
-
-
-def _settled(value: Any) -> Any:
-    """With the numbers that have been read meanwhile."""
-    if isinstance(value, _Later):
-        return value.tensor.item()
-    if isinstance(value, PerRank):
-        return PerRank(_settled(value.value)) if isinstance(value.value, _Later | tuple) else value
-    if isinstance(value, tuple) and not isinstance(value, torch.Size):
-        found = [_settled(each) for each in value]
-        return type(value)(*found) if hasattr(value, "_fields") else tuple(found)
-    return value
-
-
-def _as_tensor(number: float, dtype: torch.dtype, convert: bool) -> Tensor | None:
-    """A number as a dtype has it, but for rounding; None if it would be another one, unless that is asked for, or if there is none like it."""
-    try:
-        made = torch.tensor(number, dtype=dtype)
-    except (RuntimeError, OverflowError, ValueError):
-        return None
-    if not (dtype.is_floating_point or dtype.is_complex):
-        return made if convert or made.item() == number else None
-    is_finite = bool(made.isfinite())
-    return made if is_finite or not math.isfinite(number) else None
-
-
-def _tensor_of(array: np.ndarray[Any, Any]) -> Tensor | None:
-    """In the memory of an array, if it is of a kind that torch knows."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it is not to be written, which is looked at
-        try:
-            return torch.from_numpy(array)
-        except (TypeError, ValueError):
-            return None
-
-
-def _array_of(tensor: Tensor) -> Any:
-    """In the memory of a tensor, if numpy has its dtype."""
-    try:
-        return tensor.numpy()
-    except TypeError:
-        return tensor
 
 
 def _memory_of(value: Tensor | Shards) -> Any:

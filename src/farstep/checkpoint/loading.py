@@ -7,12 +7,16 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from farstep.checkpoint.elsewhere import target_of
-from farstep.checkpoint.filling import Filling, Report
+from farstep.checkpoint.filling import Filling
 from farstep.checkpoint.filling_optimizers import OptimizerFilling
 from farstep.checkpoint.manifest import Manifest
+from farstep.checkpoint.meta_tensors import MetaTensors
 from farstep.checkpoint.ranks import Ranks
 from farstep.checkpoint.renaming import Rename
+from farstep.checkpoint.report import Report
 from farstep.checkpoint.sources import fill, manifest_of, opened_by_all, source_of
 from farstep.checkpoint.storage import Storage, refuse_swapped, storage_of
 from farstep.checkpoint.stored_values import read_values
@@ -42,6 +46,7 @@ def load(
     progress: Progress | None = None,
     storage_options: dict[str, Any] | None = None,
     rpc_timeout: float | None = None,
+    device: torch.device | str | None = None,
 ) -> Report:
     """Load a checkpoint into a state of the same form, on any number of ranks. All ranks of the group call it.
 
@@ -56,6 +61,10 @@ def load(
     `rename` gives the names that things have in the checkpoint their names in the state: a mapping, of which an entry also goes for all names below
     it, or a function. Every block that is read is compared with its checksum; `verify=False` leaves that out.
 
+    A tensor on the meta device is given memory in place, and stays the same object: a DTensor on the device type of its mesh, a plain tensor on
+    the device of the tensors beside it (of its model, or in its dict), else in main memory. `device` overrides that. What stays on the meta
+    device, because the checkpoint has nothing for it, is refused if `strict`, else it is in the report. If the load fails, all are as they were.
+
     One process may load what workers of RPC own, see `save`: each owner reads its part, which takes each time at most `rpc_timeout` seconds.
 
     CheckpointMismatch, and anything else that is found before reading, changes nothing. After DamagedCheckpoint tensors may be partly
@@ -64,27 +73,34 @@ def load(
     refuse_swapped("load(state, path)", state, path)
     ranks = Ranks(group, no_dist, rpc_timeout)
     given = storage_of(path, storage_options)
+    memory_device = None if device is None else torch.device(device)
+    if memory_device is not None and memory_device.type == "meta":
+        raise ValueError("device= is where tensors get memory, which the meta device has not")
     storage, manifest = opened_by_all(given, ranks, verify)
     doing = f"loading from {storage}"
-    filling: Filling | None = None
     error: Exception | None = None
     mark = f"{strict} {convert_dtype} {verify} "
+    filling = Filling(
+        storage, manifest, ranks, strict, convert_dtype, rename, verify, MetaTensors(memory_device)
+    )
     try:
-        filling = Filling(storage, manifest, ranks, strict, convert_dtype, rename, verify)
         filling.prepare(state)
         if rename is not None:  # functions are compared by what they give
             mark += repr([(name, place.name) for name, place in filling.index.places.items()])
     except Exception as exc:
         error = exc
-    check_alike(ranks, error, doing, mark)
-    assert filling is not None
-    owners = None
-    if filling.references or filling.spread_optimizers:
-        from farstep.checkpoint.rpc_loading import OwnersLoad
+    try:
+        check_alike(ranks, error, doing, mark)
+        owners = None
+        if filling.references or filling.spread_optimizers:
+            from farstep.checkpoint.rpc_loading import OwnersLoad
 
-        owners = OwnersLoad(filling, target_of(given), storage, manifest, strict, convert_dtype, rename, verify, ranks.rpc_timeout)  # fmt: skip
-        owners.prepare()
-    carry_out(filling, storage, manifest, ranks, doing, verify, progress, owners)
+            owners = OwnersLoad(filling, target_of(given), storage, manifest, strict, convert_dtype, rename, verify, ranks.rpc_timeout)  # fmt: skip
+            owners.prepare()
+        carry_out(filling, storage, manifest, ranks, doing, verify, progress, owners)
+    except BaseException:
+        filling.undo()
+        raise
     return filling.report
 
 

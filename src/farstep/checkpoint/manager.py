@@ -12,13 +12,13 @@ from torch import Tensor
 
 from farstep.checkpoint.async_save import saved_behind
 from farstep.checkpoint.elsewhere import steps_stopped
-from farstep.checkpoint.filling import Report
 from farstep.checkpoint.handle import SaveHandle, settle
 from farstep.checkpoint.listing import named
 from farstep.checkpoint.loading import load, manifest_of
 from farstep.checkpoint.local_disk import LocalDisk
 from farstep.checkpoint.manifest import MANIFEST, Manifest, is_ours
 from farstep.checkpoint.ranks import Ranks
+from farstep.checkpoint.report import Report
 from farstep.checkpoint.retention import Retention
 from farstep.checkpoint.saving import Draft, drafted, written
 from farstep.checkpoint.storage import Storage, storage_of

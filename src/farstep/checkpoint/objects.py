@@ -10,9 +10,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from farstep.checkpoint.elsewhere import reference_in
+from farstep.checkpoint.entries import entries_of
 from farstep.checkpoint.tree import joined
 from farstep.errors import CheckpointError
 from farstep.state import named_shards, optim_state_dict
+from farstep.state.adapters import ddp, plain
 from farstep.state.adapters.modules import named_tensors, reshard
 from farstep.state.adapters.names import clean_name
 from farstep.state.adapters.ranks import Group, size_of
@@ -36,7 +38,7 @@ def models_in(state: Any, name: str = "", depth: int = 0) -> dict[str, nn.Module
         return {} if reference_in(state) is not None else {name: state}
     inside: Any = ()
     if isinstance(state, Mapping):
-        inside = state.items()
+        inside = entries_of(state)
     elif isinstance(state, list | tuple):
         inside = enumerate(state)
     found: dict[str, nn.Module] = {}
@@ -68,8 +70,15 @@ def module_state(module: nn.Module, group: Group) -> dict[str, Any]:
         elif hasattr(tensor, "local_shards"):  # a plain attribute for torch, which its state_dict leaves out
             found.setdefault(name, tensor)
     # What lies within DDP is on its ranks, which may not be all.
-    shards = named_shards(module, group, buffers=True, remove_duplicate=False)
-    found |= {name: shards[name] for name in found.keys() & shards.keys() if len(shards[name].spread.ranks) < size_of(group)}  # fmt: skip
+    replicas = ddp.replicas(module, group)
+    for raw, tensor in named_tensors(module, buffers=True, remove_duplicate=False):
+        holders = replicas.get(id(tensor))
+        if (
+            holders is not None
+            and len(holders) < size_of(group)
+            and (name := clean_name(module, raw)) in found
+        ):
+            found[name] = plain.replicated(tensor, holders, group, name)
     return found
 
 

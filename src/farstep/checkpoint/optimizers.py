@@ -9,13 +9,13 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from farstep.checkpoint.filling import Report
 from farstep.checkpoint.filling_optimizers import OptimizerFilling
 from farstep.checkpoint.loading import carry_out, check_alike
 from farstep.checkpoint.manifest import Manifest
 from farstep.checkpoint.objects import Owner
 from farstep.checkpoint.ranks import Ranks
 from farstep.checkpoint.renaming import Place, Rename
+from farstep.checkpoint.report import Report
 from farstep.checkpoint.sources import opened_by_all
 from farstep.checkpoint.storage import Storage, storage_of
 from farstep.checkpoint.tree import children, decode, is_container, joined

@@ -22,6 +22,7 @@ from farstep.checkpoint.collecting import Collected, collected
 from farstep.checkpoint.elsewhere import Target, is_below, placed, reference_in, sharded_state, within
 from farstep.checkpoint.filling import Filling
 from farstep.checkpoint.manifest import Manifest
+from farstep.checkpoint.meta_tensors import MetaTensors
 from farstep.checkpoint.ranks import Ranks
 from farstep.checkpoint.reading import read_into, reads_for
 from farstep.checkpoint.remote import is_plain_url
@@ -259,7 +260,7 @@ def prepare(
         raise CheckpointError("names to rename come as a mapping")
     storage, manifest = _opened(target, save, verify)
     values = {name: _value(name, rref) for name, rref in entries}
-    filling = Filling(storage, manifest, Ranks(alone=True), strict, convert_dtype, rename, verify)
+    filling = Filling(storage, manifest, Ranks(alone=True), strict, convert_dtype, rename, verify, MetaTensors(None, is_elsewhere=True))  # fmt: skip
     filling.prepare(values)
     load = _Load(storage, manifest, filling, verify)
     if filling.references or filling.spread_optimizers:
@@ -268,6 +269,10 @@ def prepare(
         load.owners = OwnersLoad(filling, target, storage, manifest, strict, convert_dtype, rename, verify, timeout_s * 0.9, current_agent())  # fmt: skip
         load.owners.prepare()
     report = filling.report
+    if report.meta:
+        raise CheckpointMismatch(
+            f"{report.meta[0]!r} would stay on the meta device of worker {current_agent().info.name!r}: give it memory there first"
+        )
     return RRef(load), (report.missing, report.unexpected, report.reshaped, report.differences), load.owners is not None  # fmt: skip
 
 

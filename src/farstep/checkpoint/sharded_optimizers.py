@@ -19,6 +19,7 @@ from farstep.checkpoint.tree import PerRank, TensorAt, children, decode, is_cont
 from farstep.dist import operation
 from farstep.errors import CheckpointError, CheckpointMismatch
 from farstep.state import Box, Shards, like, local_tensors, shards_of
+from farstep.state.adapters.meta import device_of
 from farstep.state.adapters.ranks import own_rank
 from farstep.state.optim_names import cleaned
 
@@ -141,8 +142,10 @@ class _Making:
 
     def _like(self, name: str, info: TensorInfo, box: Box, parameter: Any) -> Any:
         """Like a tensor that is this box of the whole."""
+        device = _device(parameter)
         memory = [
-            torch.empty_like(t, dtype=info.dtype, requires_grad=False) for t in local_tensors(parameter)
+            torch.empty_like(t, dtype=info.dtype, device=device, requires_grad=False)
+            for t in local_tensors(parameter)
         ]
         made = like(parameter, memory, dtype=info.dtype)
         if hasattr(parameter, "local_shards"):  # which ranks they are on elsewhere is of no matter
@@ -186,6 +189,9 @@ def _innermost(parameter: Any, name: str) -> tuple[Box, Any]:
     return box, parameter
 
 
-def _device(beside: Any) -> torch.device | None:
-    tensors = [] if beside is None else local_tensors(beside)
-    return tensors[0].device if tensors else None
+def _device(beside: Any) -> torch.device:
+    """Where what belongs to a parameter gets memory: beside it, or, if it is on the meta device, where it is to be."""
+    if beside is None:
+        return torch.device("cpu")
+    tensors = local_tensors(beside) if hasattr(beside, "local_shards") else [beside]
+    return (device_of(tensors[0]) if tensors else None) or torch.device("cpu")

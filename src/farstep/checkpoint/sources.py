@@ -23,7 +23,7 @@ from farstep.checkpoint.ranks import Ranks
 from farstep.checkpoint.reading import Files, Read, Reader, Wanted, planned, read_into, reads_for
 from farstep.checkpoint.storage import Storage
 from farstep.checkpoint.writing import Progress, Tally
-from farstep.errors import CheckpointError, DamagedCheckpoint, NoCheckpoint, StorageFailed
+from farstep.errors import CheckpointError, CheckpointMismatch, DamagedCheckpoint, NoCheckpoint, StorageFailed
 from farstep.state import Box
 
 __all__ = [
@@ -128,6 +128,12 @@ def fill(
     progress: Progress | None = None,
 ) -> None:
     """Read all that is wanted, with this rank's share of the threads that the storage bears."""
+    for label, (_, _, tensors) in wanted.items():
+        if any(each.is_meta for each in tensors):
+            raise CheckpointMismatch(
+                f"{label!r} is on the meta device, so nothing can be read into it: give it memory first "
+                f"(module.to_empty). Nothing has been changed"
+            )
     with reading(storage):
         threads = max(1, storage.threads // ranks)
         read_into(storage, manifest, reads_for(manifest, wanted), verify=verify, progress=progress, threads=threads)  # fmt: skip

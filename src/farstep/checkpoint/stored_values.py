@@ -27,7 +27,7 @@ _LOOKED_FOR_BYTES = 16 << 20
 
 
 def memory_for(
-    storage: Storage, manifest: Manifest, tensor: str, device: torch.device | None = None
+    storage: Storage, manifest: Manifest, tensor: str, device: torch.device | str = "cpu"
 ) -> Tensor:
     """New memory for all of a tensor. Raises DamagedCheckpoint for one that is not there, however large it is said to be."""
     info = manifest.tensors.get(tensor)

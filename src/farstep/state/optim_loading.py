@@ -111,12 +111,17 @@ class _Slot:
     members: list[tuple[Seat, int]]
     """Each with the number that the key has among the seat's."""
     is_kept: bool = False
+    leaves_meta: bool = True
+    """Whether state on the meta device stays there; else it is made anew, beside the parameter."""
     state: dict[str, Any] = field(default_factory=dict)
     """What it gets."""
 
     @property
     def old(self) -> Mapping[str, Any]:
-        return self.group.optimizer.state.get(self.key) or {}
+        state = self.group.optimizer.state.get(self.key) or {}
+        if self.leaves_meta:
+            return state
+        return {key: v for key, v in state.items() if not (isinstance(v, Tensor) and v.is_meta)}
 
     @property
     def names(self) -> str:
@@ -134,7 +139,7 @@ class Loading:
         with_empty: bool = False,
     ) -> None:
         """`in_place`: into the memory of the state that the optimizer has now, where that is
-        alike. It does not survive a failure then.
+        alike and has memory. It does not survive a failure then.
 
         `with_empty`: also make state for empty tensors that get no gradients, as an optimizer
         does that makes all of its state at once.
@@ -143,6 +148,8 @@ class Loading:
         self._with_empty = with_empty
         self._rank, self._ranks = own_rank(group), size_of(group)
         self._slots = list(_slots(roster))
+        for slot in self._slots:
+            slot.leaves_meta = not in_place
         self._options: list[dict[str, Any]] = []
         self.cast: set[str] = set()
         """Targets that have another dtype than what is to come."""

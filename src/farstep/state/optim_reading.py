@@ -170,6 +170,8 @@ class _Reading:
                 found = seat.form(values, entry.dtype)
             else:
                 found = self._shards(seat, key, entry)
+            if size_of(self._options.group) == 1 and isinstance(found, Shards):
+                found = _whole_tensor(found)
             state.setdefault(seat.name, {})[key] = self._offloaded(found) if cpu_offload else found
         return state
 
@@ -272,6 +274,12 @@ class _Gathering:
         else:
             self.targets[text] = Shards.empty(spread, self._rank, device)
         return self.targets[text].tensors[0] if self.receives else None
+
+
+def _whole_tensor(shards: Shards) -> Shards | Tensor:
+    """The plain tensor that one process alone has, if it has all of it in one piece."""
+    is_whole = len(shards.tensors) == 1 and tuple(shards.tensors[0].shape) == shards.shape
+    return shards.tensors[0] if is_whole else shards
 
 
 def plain_of(value: Any) -> Any:

@@ -46,7 +46,7 @@ def optim_state_dict(
     """The state of a model's optimizer, or of several, by the parameters' own names. All ranks of `group` call it. It changes nothing.
 
     The model may be plain, or hold DDP, FSDP1, FSDP2, tensor parallel and other DTensor parameters or ShardedTensors, nested as they may be.
-    By default each rank gets what it has, without copies: DTensors of DTensor parameters, `Shards` of others. With `full` they are whole plain
+    By default each rank gets what it has, without copies: DTensors of DTensor parameters, `Shards` of others; one process gets plain tensors. With `full` they are whole plain
     tensors, in memory of their own, on every rank or, with `rank0_only`, on the first; the others get an empty dict and hold no more
     than `budget_bytes` of it at a time. `cpu_offload` has them in main memory.
 

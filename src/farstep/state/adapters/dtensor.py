@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from farstep.errors import LayoutError
+from farstep.state.adapters.plain import check_readable
 from farstep.state.adapters.ranks import Group, numbers_within, own_rank, ranks_within
 from farstep.state.box import Box
 from farstep.state.layout import Spread
@@ -66,7 +67,9 @@ def shards(value: DTensor, group: Group, name: str) -> Shards:
         spread = _spread(mesh.shape, siblings, *key)
         if is_known and len(mesh.spreads) < _MOST_SPREADS:
             mesh.spreads[key] = spread
-    return Shards(spread, _views(local_tensors(value)[0], spread.boxes(own_rank(group)), value, name))
+    (local,) = local_tensors(value)
+    check_readable(local, name)
+    return Shards(spread, _views(local, spread.boxes(own_rank(group)), value, name))
 
 
 def _spread(mesh_shape: tuple[int, ...], siblings: Ints, shape: tuple[int, ...], dtype: torch.dtype, cuts: Cuts) -> Spread:  # fmt: skip

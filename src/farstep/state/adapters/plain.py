@@ -58,6 +58,18 @@ def check_readable(value: Tensor, name: str) -> None:
         raise LayoutError(
             f"{name!r} is on the meta device, so it has no elements: give a tensor that has memory"
         )
+    if value.numel() and not _has_memory(value):
+        raise LayoutError(
+            f"{name!r} is a {type(value).__module__}.{type(value).__qualname__} without memory of its own: it wraps other "
+            f"tensors, is fake, or has been freed. Give the plain tensors that it is made of, or a clone"
+        )
+
+
+def _has_memory(value: Tensor) -> bool:
+    try:
+        return value.untyped_storage().data_ptr() != 0
+    except (RuntimeError, NotImplementedError):  # what wraps other tensors has none
+        return False
 
 
 def _check(value: Tensor, name: str) -> None:
