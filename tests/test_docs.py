@@ -105,6 +105,7 @@ def scripts(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(200)  # a busy machine is slow; only a hang takes this long
 @pytest.mark.parametrize("code", list(examples()))
 def test_example_runs(code, tmp_path, scripts):
     script = tmp_path / "example.py"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import threading
 import uuid
 import warnings
@@ -214,6 +216,22 @@ def test_directories_that_a_cut_removal_left_are_removed(tmp_path: Path) -> None
     (tmp_path / "step_000000003").mkdir(parents=True)
     CheckpointManager(tmp_path).save(state_of(5), 5)
     assert [each.name for each in tmp_path.iterdir()] == ["step_000000005"]
+
+
+def test_a_step_that_is_removed_while_it_is_listed(tmp_path: Path, monkeypatch: Any) -> None:
+    """Another process looks for the newest while the training's own manager lets an old one go."""
+    manager = CheckpointManager(tmp_path)
+    manager.save({"a": 1}, 1)
+    manager.save({"a": 2}, 2)
+    old, scandir = tmp_path / "step_000000001", os.scandir
+
+    def scan(path: Any) -> Any:
+        if path == old:
+            shutil.rmtree(old)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", scan)
+    assert manager.steps() == [2]
 
 
 def test_a_step_before_the_newest_is_not_removed_at_once(tmp_path: Path) -> None:

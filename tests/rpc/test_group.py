@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +257,20 @@ def test_a_dynamic_group_shuts_down_together(start_workers: Workers, tmp_path: P
         worker.run(init_rpc, worker.name, rank, None, f"file://{tmp_path}/store")
     assert group[0].run(call_one, "worker2") == 2
     group.finish(group.start_all(rpc.shutdown))
+
+
+def test_a_dynamic_group_shuts_down_together_after_a_worker_was_replaced() -> None:
+    """The calls that the first bob took are counted by nobody who is still there."""
+    store = dist.HashStore()
+    ann = join_group(store, "ann", 0, None)
+    bob = join_group(store, "bob", 1, None)
+    assert ann.call_sync("bob", increment, (1,), {}, 10.0) == 2
+    leave_group(bob, graceful=False)
+    eventually(lambda: ann.get_worker_infos() == [ann.info], "the leave being noticed")
+    bob = join_group(store, "bob", 1, None)
+    cid = join_group(store, "cid", 2, None)  # knows nothing of the first bob
+    assert ann.call_sync("bob", increment, (1,), {}, 10.0) == 2
+    assert in_parallel(*[partial(leave_group, a, timeout_s=10.0) for a in (ann, bob, cid)]) == [None] * 3
 
 
 @multiprocess(3)

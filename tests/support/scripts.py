@@ -28,7 +28,7 @@ class Scripts:
         self._log = log
         self._process: subprocess.Popen[str] | None = None
 
-    def run(self, script: Path, timeout_s: float = 50.0) -> str | None:
+    def run(self, script: Path, timeout_s: float = 180.0) -> str | None:
         """Run a script as `python script` would. Returns what went wrong."""
         if self._process is None or self._process.poll() is not None:
             self._process = subprocess.Popen(

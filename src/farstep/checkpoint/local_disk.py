@@ -56,10 +56,11 @@ class LocalDisk(Storage):
         return [entry.name for entry in self._entries() if not _is_directory(entry)]
 
     def _entries(self) -> list[os.DirEntry[str]]:
-        if not self.path.is_dir():
+        try:
+            with os.scandir(self.path) as entries:
+                return list(entries)
+        except (FileNotFoundError, NotADirectoryError):  # another process may have just removed it
             return []
-        with os.scandir(self.path) as entries:
-            return list(entries)
 
     def create(self, name: str, nbytes: int) -> NewFile:
         return _NewFile(self._within(name), nbytes)
