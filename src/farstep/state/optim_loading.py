@@ -124,6 +124,10 @@ class _Slot:
         return {key: v for key, v in state.items() if not (isinstance(v, Tensor) and v.is_meta)}
 
     @property
+    def stepper(self) -> Optimizer:
+        return stepper_of(self.group.optimizer)
+
+    @property
     def names(self) -> str:
         return ", ".join(repr(seat.name) for seat, _ in self.members)
 
@@ -185,29 +189,26 @@ class Loading:
         for slot in self._slots:
             if all(seat.name not in present for seat, _ in slot.members):
                 slot.is_kept = True
-            elif any(self._has_state(seat) for seat, _ in slot.members):
-                self._fill(slot, checks[id(slot.group)], strict)
             else:
-                stepper = stepper_of(slot.group.optimizer)
-                slot.state = {key: value for key, value in slot.old.items() if is_extra(stepper, key)}
+                self._fill(slot, checks[id(slot.group)], strict)
+                if not self._has_state(slot):
+                    slot.state = {k: v for k, v in slot.old.items() if is_extra(slot.stepper, k)}
         for seat in self._roster.seats.values():
             entries = self._given.state.get(seat.name)
-            if entries and not self._has_state(seat):
-                # Its group may be on other ranks only. Groups of one optimizer mostly have the
-                # same pieces.
-                group = self._roster.homes.get(seat.name)
-                check = next(iter(checks.values()), None) if group is None else checks[id(group)]
+            if entries and not seat.keys:
+                # Its group is on the ranks that have something of it. Groups of one optimizer mostly have the same pieces.
+                check = next(iter(checks.values()), None)
                 if check is not None and not strict:
                     parameter = torch.empty([1] * len(seat.shape), dtype=seat.spread.dtype)
                     entries = _known(check, seat, parameter, entries)
                 for key, entry in entries.items():
                     self._let_pass(seat, key, entry)
 
-    def _has_state(self, seat: Seat) -> bool:
-        """Whether the optimizer keeps state of a parameter here, once it has stepped. What it
-        never steps would stay as loaded, and go stale.
+    def _has_state(self, slot: _Slot) -> bool:
+        """Whether the optimizer keeps state under a key, once it has stepped. What it never steps
+        would stay as loaded, and go stale.
         """
-        return bool(seat.keys) and (seat.gets_gradients or self._with_empty)
+        return self._with_empty or any(seat.gets_gradients for seat, _ in slot.members)
 
     def _let_pass(self, seat: Seat, key: str, entry: Entry) -> None:
         """This rank has nothing of a parameter. It may have been given some of its state, which others want."""
@@ -219,9 +220,7 @@ class Loading:
             source = entry.spread
             if source.shape == seat.shape:
                 target = Shards(retyped(seat.spread, source.dtype), [])
-                home = self._roster.homes.get(seat.name)
-                optimizers = self._roster.optimizers if home is None else [home.optimizer]
-                steppers = [stepper_of(optimizer) for optimizer in optimizers]
+                steppers = [stepper_of(optimizer) for optimizer in self._roster.optimizers]
                 own = seat.spread.dtype
                 if any(dtype_for(each, key, own, source.dtype) != source.dtype for each in steppers):
                     self.cast.add(label(seat.name, key))
@@ -235,7 +234,9 @@ class Loading:
         if not keys:
             return
         if strict:
-            check(slot.members[0][0].name, slot.key, dict.fromkeys(keys), slot.old.keys())
+            # A rank without state does not know of extra pieces. Those that have some do.
+            old = slot.old.keys() if self._has_state(slot) else keys
+            check(slot.members[0][0].name, slot.key, dict.fromkeys(keys), old)
         else:
             states = [
                 _known(check, seat, slot.key, state) if state else state
@@ -359,6 +360,8 @@ class Loading:
             fits = tuple(old.shape) == shape or (
                 hasattr(old, "to_local") and tuple(old.to_local().shape) == shape
             )
+        elif is_extra(stepper, key):
+            fits = not self._has_state(slot)  # then the ranks that step it decide
         elif is_torchs(stepper) and not isinstance(stepper, _odd_of_torch()):
             fits = False
         else:

@@ -42,11 +42,12 @@ class KeyCheck:
         that the optimizer has of the parameter now.
         """
         known = self._known_of(parameter)
-        if known is not None and state.keys() != set(old):
+        if known is not None:
             needed, more = known
+            never_stepped = state.keys() == set(old) and not needed & state.keys()
             refuse_keys(
                 name,
-                needed - state.keys(),
+                () if never_stepped else needed - state.keys(),
                 state.keys() - needed - more - set(old) - self._extra(state, needed | more),
                 may_be_extra=True,
             )
