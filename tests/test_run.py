@@ -1,4 +1,5 @@
-"""`farstep run` and `farstep compat`: copies of a script, and what becomes of them when one fails."""
+"""`farstep run` and `farstep compat`: copies of a script, and what becomes of them when one
+fails."""
 
 from __future__ import annotations
 

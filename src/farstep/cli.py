@@ -20,7 +20,7 @@ examples:
   farstep demo                         a transformer trained over three workers, in a minute
   farstep run -n 4 train.py --lr 0.1   four local copies of a script that calls init_rpc
   farstep compat train.py              a script for torch.distributed's rpc, unedited, on farstep
-  farstep checkpoint inspect run/100   what is in a checkpoint; see also list, verify, diff, convert, plot
+  farstep checkpoint list run          the checkpoints of a training; see also inspect
 
 `farstep COMMAND --help` tells more of each.
 """
@@ -30,9 +30,12 @@ MASTER_ADDR and MASTER_PORT in its environment, so a plain
 
     rpc.init_rpc(f"worker{os.environ['RANK']}", world_size=int(os.environ['WORLD_SIZE']))
 
-is all it needs to join the group. Lines of output are prefixed with the rank. When a copy fails, the
-others are stopped, and its exit code is this command's. With --max-restarts they are all started again, with
-the number of the restart in FARSTEP_RESTART: a script that resumes from its newest checkpoint goes on there.
+is all it needs to join the group. Lines of output are prefixed with the rank.
+When a copy fails, the others are stopped, and its exit code is this command's.
+With --max-restarts they are all started again, with the number of the restart
+in FARSTEP_RESTART: a script that resumes from its newest checkpoint goes on
+there. With --keep-going the others are not stopped, and what failed is said at
+the end.
 """
 RUN_EXAMPLES = """\
 examples:
@@ -43,9 +46,10 @@ examples:
 For several machines use torchrun, and set FARSTEP_SECRET to the same value on each.
 """
 COMPAT = """\
-Run a Python script that was written for torch.distributed's rpc, autograd and DistributedOptimizer on farstep,
-unedited, and the processes that it starts. It is `python -m farstep.compat`. For several copies of a script, with
-ranks, there is `farstep run --compat`.
+Run a Python script that was written for torch.distributed's rpc, autograd and
+DistributedOptimizer on farstep, unedited, and the processes that it starts. It
+is `python -m farstep.compat`. For several copies of a script, with ranks,
+there is `farstep run --compat`.
 """
 MOST_STEPS = 1_000_000
 DEMO_STEPS = 1200  # about a minute on two cores

@@ -23,14 +23,17 @@ exit codes:
 Bars of progress are on standard error, and only where that is a terminal.
 """
 LIST = """\
-List the checkpoints in a CheckpointManager's directory: steps, ages, sizes and metrics, which is the newest that
-is whole and which is the best, and what is wrong with the others. The manifests are read, and the lengths of files.
+List the checkpoints in a CheckpointManager's directory: steps, ages, sizes and
+metrics, which is the newest that is whole and which is the best, and what is
+wrong with the others. The manifests are read, and the lengths of files.
 """
 INSPECT = """\
-Show what is in a checkpoint: a tree by the parts of names, with shapes, dtypes, sizes and the ranks that
-wrote each tensor. Layers that are alike are shown as one, and so is what an optimizer keeps for a parameter:
-`weight: step, exp_avg, exp_avg_sq` is a line with the shape of exp_avg and the size of all. `cut 4x1` is a tensor in four boxes, cut along
-its first dimension. Only the manifest is read.
+Show what is in a checkpoint: a tree by the parts of names, with shapes,
+dtypes, sizes and the ranks that wrote each tensor. Layers that are alike are
+shown as one, and so is what an optimizer keeps for a parameter: `weight: step,
+exp_avg, exp_avg_sq` is a line with the shape of exp_avg and the size of all.
+`cut 4x1` is a tensor in four boxes, cut along its first dimension. Only the
+manifest is read.
 """
 VERIFY = """\
 Read every byte of a checkpoint and compare it with its checksum, and each file's own header with the

@@ -1,4 +1,5 @@
-"""Several trainers with optimizers of their own over the same tables: one checkpoint of all, at one step."""
+"""Several trainers with optimizers of their own over the same tables: one checkpoint of all, at
+one step."""
 
 import os
 import signal
@@ -116,7 +117,8 @@ def step_in(path, step):
 
 
 def _one_call(path):
-    """Saved, trained on, loaded elsewhere, trained on, saved and loaded again: as one process that trained through."""
+    """Saved, trained on, loaded elsewhere, trained on, saved and loaded again: as one process
+    that trained through."""
     plain = InOneProcess()
     one = Training(["server0", "server1"], TRAINERS)
     one.train(range(5))
@@ -171,7 +173,8 @@ def _background_and_manager(path):
 
 
 def _in_a_dict(path):
-    """What a trainer has beside its optimizer, in one reference; and an optimizer of the one who saves."""
+    """What a trainer has beside its optimizer, in one reference; and an optimizer of the one who
+    saves."""
     one = Training(["server0", "server0"], TRAINERS)
     here = Trainer(one.modules, 0.2)
     dicts = [each.rpc_sync().all_rref() for each in one.trainers]
@@ -240,7 +243,8 @@ class Hiding(Trainer):
 
 
 class Counter:
-    """Its steps can be told from what they leave: momentum after n steps is n, and the weight has lost 1 + 2 + ... + n."""
+    """Its steps can be told from what they leave: momentum after n steps is n, and the weight
+    has lost 1 + 2 + ... + n."""
 
     def __init__(self, tables):
         self.tables = tables
@@ -289,7 +293,8 @@ def check_one_step(state):
 
 
 def _while_they_train(path):
-    """Trainers that step all the while: every checkpoint is of one step, of all servers and optimizers."""
+    """Trainers that step all the while: every checkpoint is of one step, of all servers and
+    optimizers."""
     tables = [rpc.remote(server, table) for server in ("server0", "server1")]
     counters = [rpc.remote(where, Counter, args=(tables,)) for where in TRAINERS]
     state = {"tables": tables, **{f"opt{i}": each.rpc_sync().rref() for i, each in enumerate(counters)}}
@@ -306,7 +311,8 @@ def _while_they_train(path):
 
 
 def _steps_wait(path):
-    """A stopped optimizer takes no step until the one that stopped it says so, or is lost, or has taken too long."""
+    """A stopped optimizer takes no step until the one that stopped it says so, or is lost, or
+    has taken too long."""
     one = Training(["server0", "server1"], TRAINERS)
     one.train(range(2))
     slow = rpc.remote("server0", Slow)

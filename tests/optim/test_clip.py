@@ -124,7 +124,8 @@ def test_clipping_changes_nobody_elses_memory(three):
 @pytest.mark.parametrize("norm_type", [2.0, 1, math.inf, 0.0])
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
 def test_several_optimizers_by_one_norm(three, norm_type, max_norm):
-    """A sparse table, dense parameters elsewhere, and a model here: as if all were one process's."""
+    """A sparse table, dense parameters elsewhere, and a model here: as if all were one
+    process's."""
     spread = Spread([1, 2, 1], [(6, 3), (3, 4), (4,)])
     spread.agents = {agent.info.name: agent for agent in three}
     inputs = [torch.tensor([1, 1, 4]), *spread.inputs(0)[1:]]

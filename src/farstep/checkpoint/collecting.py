@@ -49,7 +49,8 @@ def collected(
 ) -> Collected:
     """Raises CheckpointError, which names the place, for what a checkpoint cannot keep.
 
-    `states` are those of DistributedOptimizers whose steps have been stopped, by name. `for_another` worker saves it: then references of what this one owns are followed.
+    `states` are those of DistributedOptimizers whose steps have been stopped, by name.
+    `for_another` worker saves it: then references of what this one owns are followed.
     """
     collector = _Collector(state, ranks, states or {}, for_another)
     collector.ask_objects(state)

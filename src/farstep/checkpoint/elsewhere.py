@@ -62,7 +62,8 @@ def spread_optimizer(value: Any) -> DistributedOptimizer | None:
 def within(
     value: Any, name: str = "", *, for_another: bool = False, depth: int = 0
 ) -> Iterator[tuple[str, Any]]:
-    """References and DistributedOptimizers in dicts and lists, with their names. `for_another`: references of what this worker owns are followed."""
+    """References and DistributedOptimizers in dicts and lists, with their names. `for_another`:
+    references of what this worker owns are followed."""
     if depth > MOST_DEPTH:
         raise CheckpointError(f"{name[:200]!r} is nested too deep, or has itself inside")
     rref = reference_in(value)
@@ -80,7 +81,8 @@ def within(
 
 @contextmanager
 def steps_stopped(state: Any, ranks: Ranks, doing: str) -> Iterator[Stopped | None]:
-    """For a save: no DistributedOptimizer in the state takes a step, whichever worker has it. None if the state has nothing of RPC."""
+    """For a save: no DistributedOptimizer in the state takes a step, whichever worker has it.
+    None if the state has nothing of RPC."""
     if not ranks.alone or "farstep.rpc.rref" not in sys.modules:
         yield None  # what cannot be saved so is refused later, with its place
         return
@@ -128,7 +130,8 @@ def target_of(storage: Storage) -> Target:
 def hidden(name: str) -> CheckpointError:
     """For what another worker could not find before it asked for the state."""
     return CheckpointError(
-        f"{name!r} is a reference or a DistributedOptimizer in what an object's state_dict gives, on another worker: put it into a dict or list beside the object, and save a "
+        f"{name!r} is a reference or a DistributedOptimizer in what an object's state_dict gives, "
+        f"on another worker: put it into a dict or list beside the object, and save a "
         f"reference of that"
     )
 

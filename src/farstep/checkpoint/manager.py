@@ -232,7 +232,8 @@ class CheckpointManager:
         return self._found()[0]
 
     def unfinished(self) -> list[int]:
-        """Steps of which there is only what a save leaves that has not finished, or is still writing."""
+        """Steps of which there is only what a save leaves that has not finished, or is still
+        writing."""
         return self._found()[1]
 
     def newest(self) -> int | None:
@@ -355,7 +356,8 @@ def _name(step: int) -> str:
 def _refuse_swapped(call: str, state: Any, step: Any) -> None:
     if isinstance(state, int) and not isinstance(step, int):
         raise TypeError(
-            f"state first, then the step: {call}(state, step). The first argument is {state!r}, the second a {type(step).__name__}"
+            f"state first, then the step: {call}(state, step). The first argument is {state!r}, "
+            f"the second a {type(step).__name__}"
         )
 
 
@@ -391,7 +393,8 @@ def _metric_in(manifest: Manifest) -> float | None:
 
 
 def check_files(storage: Storage) -> Manifest:
-    """The manifest, if all files that it names are there, as long as they should be. Raises DamagedCheckpoint or NoCheckpoint."""
+    """The manifest, if all files that it names are there, as long as they should be. Raises
+    DamagedCheckpoint or NoCheckpoint."""
     manifest = manifest_of(storage)
     for file in manifest.files:
         try:

@@ -69,7 +69,8 @@ _HEAD_BYTES = len(_HEAD % (b"0" * 32))
 _DATA_FILE = re.compile(r"[0-9a-f]{16}\.\d{1,7}\.safetensors")
 _ASIDE = re.compile(r"manifest\.json(\.[0-9a-f]{16})?\.tmp")
 WORKERS = "workers"
-"""In `info`: the names of the workers of RPC that wrote, where the numbers of ranks are no ranks."""
+"""In `info`: the names of the workers of RPC that wrote, where the numbers of ranks are no
+ranks."""
 MOST_DIMENSIONS = 64
 
 

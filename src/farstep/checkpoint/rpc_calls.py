@@ -1,7 +1,10 @@
 """What an owner does for a checkpoint of another worker: the functions that its messages name.
 
 [Note: what a caller may do] An owner writes into the directory that it is told, which must be there, and in it new files only, which are called as a save's data files are;
-it reads what a manifest in that directory names, which is beside it. It follows no links in either. What it saves and fills are values that the caller has references of, and what others own within these, as far as it can itself. For so long a DistributedOptimizer among them takes no step. A worker
+it reads what a manifest in that directory names, which is beside it. It follows no links in
+either. What it saves and fills are values that the caller has references of, and what others own
+within these, as far as it can itself. For so long a DistributedOptimizer among them takes no step.
+A worker
 with `trusted` set allows none of it, unless `farstep.checkpoint.rpc_calls` is in there. Even then it takes paths, and URLs of storages, but none of fsspec's URLs that
 are made of others or of templates, which run more than they reach.
 """
@@ -56,7 +59,8 @@ _MOST_WRITERS = 100_000
 
 
 class Look:
-    """The DistributedOptimizers in what this worker has of a state. They go on when the caller says so, or does not refer to this any more."""
+    """The DistributedOptimizers in what this worker has of a state. They go on when the caller
+    says so, or does not refer to this any more."""
 
     def __init__(self) -> None:
         self.optimizers: dict[str, Any] = {}
@@ -79,7 +83,8 @@ class Look:
 
 
 def look(known: RRef[Look] | None, entries: Entries) -> tuple[RRef[Look], list[tuple[str, RRef[Any]]], bool]:
-    """What these are made of: references of what others own, and whether there are optimizers. The first is for `stop_steps`."""
+    """What these are made of: references of what others own, and whether there are optimizers.
+    The first is for `stop_steps`."""
     seen = RRef(Look()) if known is None else known
     this = _local(seen, Look)
     references: list[tuple[str, RRef[Any]]] = []
@@ -95,7 +100,8 @@ def look(known: RRef[Look] | None, entries: Entries) -> tuple[RRef[Look], list[t
 def stop_steps(
     seen: RRef[Look], who: str, timeout_s: float, saves: bool
 ) -> dict[str, list[tuple[str, RRef[Any]]]]:
-    """No optimizer that was seen takes a step from now on. If it is to be saved, returns where the copies of its state are, by the names that these have."""
+    """No optimizer that was seen takes a step from now on. If it is to be saved, returns where
+    the copies of its state are, by the names that these have."""
     this = _local(seen, Look)
     found: dict[str, list[tuple[str, RRef[Any]]]] = {}
     try:
@@ -189,7 +195,8 @@ def _storage_for(target: Target, save: str, number: int, count: int) -> Storage:
 
 
 def _drafted(values: Mapping[str, Any], seen: RRef[Look] | None) -> tuple[dict[str, Any], Kinds, list[Write]]:
-    """The entries' nodes, their tensors, and what is to be written. What others own is in the nodes as ("elsewhere", name), which no tree has otherwise."""
+    """The entries' nodes, their tensors, and what is to be written. What others own is in the
+    nodes as ("elsewhere", name), which no tree has otherwise."""
     states = {} if seen is None else _local(seen, Look).states
     found = collected(values, Ranks(alone=True), states, for_another=True)
     _refuse_spread(found)
@@ -255,7 +262,9 @@ def prepare(
     verify: bool,
     timeout_s: float,
 ) -> tuple[RRef[_Load], tuple[list[str], list[str], list[str], dict[str, str]], bool]:
-    """Look whether these fit. Nothing is read yet, but for the manifest and the state of optimizers. Returns what `fill` and `commit` take, the report, and whether `abandon` has anything to do."""
+    """Look whether these fit. Nothing is read yet, but for the manifest and the state of
+    optimizers. Returns what `fill` and `commit` take, the report, and whether `abandon` has
+    anything to do."""
     if rename is not None and not isinstance(rename, Mapping):
         raise CheckpointError("names to rename come as a mapping")
     storage, manifest = _opened(target, save, verify)

@@ -45,7 +45,8 @@ class OwnersLoad:
         rpc_timeout: float,
         agent: Agent | None = None,
     ) -> None:
-        """`agent`: for another worker, which has stopped all steps; it loads what has this in it."""
+        """`agent`: for another worker, which has stopped all steps; it loads what has this in
+        it."""
         self._filling, self._storage, self._manifest = filling, storage, manifest
         self._strict, self._convert_dtype, self._rename, self._verify = strict, convert_dtype, rename, verify
         self._target = target
@@ -63,7 +64,8 @@ class OwnersLoad:
         self._stopped: Stopped | None = None
 
     def prepare(self) -> None:
-        """Stop the optimizers, and look whether all fits; nothing has changed anywhere if that raises."""
+        """Stop the optimizers, and look whether all fits; nothing has changed anywhere if that
+        raises."""
         optimizers = {name: each for name, (each, _) in self._filling.spread_optimizers.items()}
         try:
             if not self._is_nested:
@@ -77,7 +79,8 @@ class OwnersLoad:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Owners read, and this process does what is inside; if one of them fails there is nothing to commit."""
+        """Owners read, and this process does what is inside; if one of them fails there is
+        nothing to commit."""
         args = {owner: (load, self._timeout_s) for owner, load in self._loads.items()}
         try:
             with ThreadPoolExecutor(1, "farstep-load") as pool:

@@ -88,12 +88,14 @@ def written_by_owners(
 
 
 def _opened(node: Any, head: str, nested: dict[str, Any], owner: WorkerInfo) -> Any:
-    """An owner's node, with an `Elsewhere` for each thing within it that others own. Those are taken out of `nested`: each comes once."""
+    """An owner's node, with an `Elsewhere` for each thing within it that others own. Those are
+    taken out of `nested`: each comes once."""
     if isinstance(node, tuple):
         name = node[1] if len(node) == 2 and node[0] == "elsewhere" else None
         if type(name) is not str or name == head or not is_below(name, {head}):
             raise CheckpointError(
-                f"worker {owner.name!r} has sent something as {head!r} that is no part of a state. Nothing has been saved"
+                f"worker {owner.name!r} has sent something as {head!r} that is no part of a "
+                f"state. Nothing has been saved"
             )
         if nested.pop(name, None) is None:
             raise hidden(name)
@@ -106,7 +108,8 @@ def _opened(node: Any, head: str, nested: dict[str, Any], owner: WorkerInfo) -> 
 
 
 def staged_by_owners(draft: Draft, rpc_timeout: float) -> dict[WorkerInfo, RRef[rpc_calls.Staged]]:
-    """Every owner has copied aside what it is to write, but for copies. Raises CheckpointError if one has not, or could not be told where to write."""
+    """Every owner has copied aside what it is to write, but for copies. Raises CheckpointError
+    if one has not, or could not be told where to write."""
     storage = draft.storage
     target_of(storage)
     agent = agent_of(draft.references)

@@ -1,7 +1,10 @@
-"""One step for all that is saved or loaded: DistributedOptimizers take no step meanwhile, whichever workers have them.
+"""One step for all that is saved or loaded: DistributedOptimizers take no step meanwhile,
+whichever workers have them.
 
-First every owner of a reference says what it has in there: references of other owners, and optimizers. Then the optimizers are stopped, worker
-after worker in one order, so that two saves do not wait for each other. For a save each then gives its state, of which the owners of its parameters have made copies.
+First every owner of a reference says what it has in there: references of other owners, and
+optimizers. Then the optimizers are stopped, worker after worker in one order, so that two saves do
+not wait for each other. For a save each then gives its state, of which the owners of its
+parameters have made copies.
 """
 
 from __future__ import annotations
@@ -45,12 +48,15 @@ class Stopped:
         self.looks: dict[WorkerInfo, RRef[rpc_calls.Look]] = {}
         self._after = f"Nothing has been {'saved' if saves else 'changed'}"
         self._doing = doing
-        agents = {each._agent for each in optimizers.values()} | ({agent_of(references)} if references else set())  # fmt: skip
+        agents = {each._agent for each in optimizers.values()}
+        agents |= {agent_of(references)} if references else set()
         if len(agents) != 1:
             raise CheckpointError(f"the state has references of {len(agents)} agents. {self._after}")
         self._agent = agents.pop()
         self._timeout_s = self._agent.effective_timeout(rpc_timeout)
         self._stopping: set[WorkerInfo] = set()
+        self._asked: dict[WorkerInfo, set[str]] = {}
+        """The names of what each owner was asked about."""
         try:
             self._look(references)
             if optimizers:
@@ -70,7 +76,8 @@ class Stopped:
         early = sorted(owner.name for owner, was_stopped in outcome.results.items() if not was_stopped)
         if early:
             raise CheckpointError(
-                f"{self._doing} took so long that {', '.join(early)} went on training before it was done, so this is not the state of one step: rpc_timeout= gives more "
+                f"{self._doing} took so long that {', '.join(early)} went on training before it "
+                f"was done, so this is not the state of one step: rpc_timeout= gives more "
                 f"time. {self._after}"
             )
 
@@ -84,6 +91,8 @@ class Stopped:
         for _ in range(_MOST_ROUNDS):
             if not wanted:
                 return
+            for owner, entries in wanted.items():
+                self._asked.setdefault(owner, set()).update(name for name, _ in entries)
             outcome = self._ask(rpc_calls.look, {o: (self.looks.get(o), each) for o, each in wanted.items()})
             if outcome.errors:
                 raise failure(outcome, f"cannot take part in {self._doing}", self._after)
@@ -95,7 +104,8 @@ class Stopped:
                 nested |= self._found(owner, inner, {name for name, _ in wanted[owner]})
             wanted = by_owner(nested)
         raise CheckpointError(
-            f"{next(iter(nested))[:200]!r} is a reference in a reference, and so on without end. {self._after}"
+            f"{next(iter(nested))[:200]!r} is a reference in a reference, and so on without end. "
+            f"{self._after}"
         )
 
     def _take_own(self, optimizers: Mapping[str, DistributedOptimizer]) -> None:
@@ -104,18 +114,18 @@ class Stopped:
             self.looks[own] = self._ask(rpc_calls.look, {own: (None, [])}).results[own][0]
         look: rpc_calls.Look = self.looks[own].local_value()
         look.optimizers.update(optimizers)
+        self._asked.setdefault(own, set()).update(optimizers)
         self.states = look.states
         self._stopping.add(own)
 
     def _stop(self, owner: WorkerInfo, saves: bool) -> None:
-        args = (self.looks[owner], f"{self._doing} by worker {self._agent.info.name!r}", self._timeout_s, saves)  # fmt: skip
+        who = f"{self._doing} by worker {self._agent.info.name!r}"
+        args = (self.looks[owner], who, self._timeout_s, saves)
         outcome = self._ask(rpc_calls.stop_steps, {owner: args})
         if outcome.errors:
             raise failure(outcome, f"did not stop its optimizer for {self._doing}", self._after)
-        names = {*self.looks[owner].local_value().optimizers} if owner == self._agent.info else None
-        heads = names if names is not None else {*outcome.results[owner]}
         for name, states in outcome.results[owner].items():
-            if name not in heads:
+            if not is_below(name, self._asked[owner]):
                 raise self._other_things(owner)
             self.copies |= self._found(owner, states, {name}).keys()
 

@@ -64,8 +64,10 @@ def save(
     A checkpoint that is there already stays until the new one is whole; then it is gone. Whatever fails, on whichever rank, is raised on all, and leaves
     what was there before. With `no_dist` this process saves by itself. `progress(bytes_done, bytes_total)` tells of this rank's part.
 
-    One process may save what workers of RPC own: RRefs, RemoteModules and DistributedOptimizers in the state, and RRefs of DistributedOptimizers that other workers have.
-    Each owner writes its part, into the same directory, in at most `rpc_timeout` seconds (0: any time), by default RPC's own timeout. Meanwhile these optimizers take no step.
+    One process may save what workers of RPC own: RRefs, RemoteModules and DistributedOptimizers in
+    the state, and RRefs of DistributedOptimizers that other workers have.
+    Each owner writes its part, into the same directory, in at most `rpc_timeout` seconds (0: any
+    time), by default RPC's own timeout. Meanwhile these optimizers take no step.
     """
     refuse_swapped("save(state, path)", state, path)
     storage = storage_of(path, storage_options)

@@ -153,7 +153,8 @@ def refuse_swapped(call: str, state: Any, path: Any) -> None:
     places = (str, os.PathLike, Storage)
     if isinstance(state, places) and not isinstance(path, places):
         raise TypeError(
-            f"state first, then the path: {call}. The first argument is {str(state)[:200]!r}, the second a {type(path).__name__}"
+            f"state first, then the path: {call}. The first argument is {str(state)[:200]!r}, the "
+            f"second a {type(path).__name__}"
         )
 
 

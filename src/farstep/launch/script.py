@@ -33,11 +33,12 @@ def run_script(
     """Run `world_size` copies of a script to their end; return 0, or the code of the first that failed.
 
     Each has RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, so that `init_rpc` with its default
-    `env://` finds the others. `show(rank, line)` gets each line of output, `say(line)` what is said of the whole group.
-    With `compat` the script is one for torch.distributed.rpc, and runs on farstep unedited.
+    `env://` finds the others. `show(rank, line)` gets each line of output, `say(line)` what is said
+    of the whole group. With `compat` the script is one for torch.distributed.rpc, and runs on farstep unedited.
 
-    When one fails the others are stopped, and all are started again, up to `max_restarts` times, with the number of the restart in
-    FARSTEP_RESTART. With `keep_going` the others are not stopped; what failed is said when all have ended.
+    When one fails the others are stopped, and all are started again, up to `max_restarts` times, with
+    the number of the restart in FARSTEP_RESTART. With `keep_going` the others are not stopped; what
+    failed is said when all have ended.
     """
     for restart in range(max_restarts + 1):
         codes = _run_once(script, args, world_size, show, compat, keep_going, restart)
@@ -64,7 +65,8 @@ def _run_once(
     keep_going: bool,
     restart: int,
 ) -> list[int | None]:
-    """The codes with which the copies have ended; None for those that were stopped because of others."""
+    """The codes with which the copies have ended; None for those that were stopped because of
+    others."""
     port = _free_port()
     workers: list[subprocess.Popen[str]] = []
     readers: list[threading.Thread] = []
@@ -120,7 +122,9 @@ def _awaited(workers: list[subprocess.Popen[str]], show: Print, keep_going: bool
         for rank, code in enumerate(codes):
             if code and rank not in told:
                 told.add(rank)
-                others = f"; rank {', '.join(left)} {'goes' if len(left) == 1 else 'go'} on" if keep_going else f"; stopping rank {', '.join(left)}"  # fmt: skip
+                goes = "goes" if len(left) == 1 else "go"
+                names = f"rank {', '.join(left)}"
+                others = f"; {names} {goes} on" if keep_going else f"; stopping {names}"
                 show(rank, f"[{_how(code)}{others if left else ''}]")
         if not left or (told and not keep_going):
             return codes

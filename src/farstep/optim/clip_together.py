@@ -43,11 +43,13 @@ def clip_grad_norm_(
     context_id: int | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Tensor:
-    """Scale the gradients of all these optimizers' parameters so that their norm together is at most `max_norm`; returns the norm before.
+    """Scale the gradients of all these optimizers' parameters so that their norm together is at
+    most `max_norm`; returns the norm before.
 
-    It is the number that `torch.nn.utils.clip_grad_norm_` gives for the same gradients in one process; sparse ones count with their entries. A DistributedOptimizer's
-    gradients are those of the context `context_id`, and `timeout` is for its owners; those of any other optimizer are in `.grad`. With ShardedOptimizers among them all of
-    their ranks call this, with the optimizers in the same order.
+    It is the number that `torch.nn.utils.clip_grad_norm_` gives for the same gradients in one process;
+    sparse ones count with their entries. A DistributedOptimizer's gradients are those of the context
+    `context_id`, and `timeout` is for its owners; those of any other optimizer are in `.grad`. With
+    ShardedOptimizers among them all of their ranks call this, with the optimizers in the same order.
     """
     parts = list(_parts([optimizers] if isinstance(optimizers, Optimizer) else optimizers))
     _refuse_twice(parts)
@@ -60,7 +62,8 @@ def clip_grad_norm_(
     total = norm_of(joined(sums, norm_type), norm_type).to(dtype)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
-            f"The total norm of order {norm_type} for gradients is non-finite ({total.item()}), so they cannot be clipped. Give error_if_nonfinite=False to scale them "
+            f"The total norm of order {norm_type} for gradients is non-finite ({total.item()}), "
+            f"so they cannot be clipped. Give error_if_nonfinite=False to scale them "
             f"all the same"
         )
     coefficient = coefficient_of(total, max_norm)
@@ -78,7 +81,8 @@ def _parts(optimizers: Iterable[Any]) -> Iterator[Optimizer]:
             yield each
         else:
             raise TypeError(
-                f"clip_grad_norm_ takes optimizers, not {torch.typename(each)}: torch.nn.utils.clip_grad_norm_ takes parameters"
+                f"clip_grad_norm_ takes optimizers, not {torch.typename(each)}: "
+                f"torch.nn.utils.clip_grad_norm_ takes parameters"
             )
 
 
@@ -88,7 +92,8 @@ def _refuse_twice(parts: Iterable[Optimizer]) -> None:
         own = {getattr(p, "_id", id(p)) for group in part.param_groups for p in group["params"]}
         if not seen.isdisjoint(own):
             raise ValueError(
-                "two of the optimizers have the same parameter, whose gradient would count twice: give clip_grad_norm_ each parameter once"
+                "two of the optimizers have the same parameter, whose gradient would count twice: "
+                "give clip_grad_norm_ each parameter once"
             )
         seen |= own
 
@@ -99,7 +104,8 @@ def _share(
     if isinstance(optimizer, DistributedOptimizer):
         if context_id is None:
             raise TypeError(
-                "a DistributedOptimizer's gradients are in a context: clip_grad_norm_(optimizers, max_norm, context_id=context_id)"
+                "a DistributedOptimizer's gradients are in a context: clip_grad_norm_(optimizers, "
+                "max_norm, context_id=context_id)"
             )
         found = optimizer._gradient_norms(context_id, norm_type, timeout)
         scale = functools.partial(optimizer._scale_gradients, context_id, timeout=timeout)

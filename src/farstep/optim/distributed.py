@@ -87,7 +87,8 @@ class DistributedOptimizer(Optimizer):
         """The groups that the owners know. None while this is being made."""
         self._has_warned = False
         self._gate = Gate()
-        """Steps are stopped while groups are added or a state is loaded or saved: each is several messages."""
+        """Steps are stopped while groups are added or a state is loaded or saved: each is
+        several messages."""
         defaults, options = self._create(_by_owner(enumerate(groups)))
         # What every optimizer has; the groups are known better here.
         super().__init__([{"params": []}], defaults)
@@ -340,7 +341,8 @@ class DistributedOptimizer(Optimizer):
         self._commit_load(self._prepare_load(state_dict, strict, timeout), timeout)
 
     def _prepare_load(self, state_dict: dict[str, Any], strict: bool, timeout: float) -> state_dicts.Plan:
-        """All that can fail, on all owners. Then comes `_commit_load` or `_abandon_load`; steps are stopped from before this to after that."""
+        """All that can fail, on all owners. Then comes `_commit_load` or `_abandon_load`; steps
+        are stopped from before this to after that."""
         with self._gate.inside():  # hooks may add groups
             return self._prepared(state_dict, strict, timeout)
 

@@ -1,7 +1,8 @@
-"""Steps of one optimizer run side by side; a save, a load or a change of groups stops them for a while.
+"""Lets steps of one optimizer run side by side, and stops them for a save, a load or a new group.
 
-A `Stop` belongs to no thread: a message may take it, and another may give it back. If it lasts longer than was agreed, the next step breaks it,
-and whoever took it learns that when it gives it back. So a save whose worker hangs does not hold up training for ever.
+A `Stop` belongs to no thread: one message may take it, and another release it. If it lasts longer
+than agreed, the next step breaks it, and whoever took it learns that from `release`. So a save whose
+worker hangs does not hold up training for ever.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ _numbers = itertools.count()
 
 
 class Gate:
-    """Of one optimizer. `number` is its place in the order in which several are stopped, so that no two callers wait for each other."""
+    """Of one optimizer. `number` is its place in the order in which several are stopped, so that
+    no two callers wait for each other."""
 
     def __init__(self) -> None:
         self.number = next(_numbers)
@@ -50,7 +52,8 @@ class Gate:
                 self._changed.notify_all()
 
     def stop(self, who: str, timeout_s: float = 0.0, lasts_s: float = 0.0) -> Stop:
-        """Let no further step begin, and wait for those under way: at most `timeout_s`. The stop may last `lasts_s` (0: any time)."""
+        """Let no further step begin, and wait for those under way: at most `timeout_s`. The stop
+        may last `lasts_s` (0: any time)."""
         deadline = time.monotonic() + timeout_s if timeout_s else None
         with self._changed:
             while self._stop is not None and not self._stop.is_over():

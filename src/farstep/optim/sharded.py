@@ -309,14 +309,16 @@ class ShardedOptimizer(ShardedPart):
         norm = norm_of(total, norm_type).to(self._norm_dtype())
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
-                f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped. To disable this error and scale the gradients by "
+                f"The total norm of order {norm_type} for gradients is non-finite, so it cannot "
+                f"be clipped. To disable this error and scale the gradients by "
                 f"the non-finite norm anyway, set error_if_nonfinite=False"
             )
         self._scale_gradients(gradients, coefficient_of(norm, max_norm))
         return norm
 
     def _norm_and_gradients(self, max_norm: float, norm_type: float) -> tuple[Tensor, list[Tensor]]:
-        """What all ranks' gradients add to a norm, see `sharded_clip`; and those that this rank would scale."""
+        """What all ranks' gradients add to a norm, see `sharded_clip`; and those that this rank
+        would scale."""
         options = {"max_norm": str(max_norm), "norm_type": str(norm_type)}
         own = [part for zero in self._zeros for part in zero.reduce(options)]
         others = [

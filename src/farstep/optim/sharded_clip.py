@@ -1,7 +1,8 @@
 """The norm of all gradients together, of which ranks or optimizers have a part each.
 
-What a part adds to the norm is a number in float64: the sum of its gradients' norms to the power of `norm_type`, for 0 how many of them are not zero, for infinity the
-extreme and for minus infinity the smallest.
+What a part adds to the norm is a number in float64: the sum of its gradients' norms to the power
+of `norm_type`, for 0 how many of them are not zero, for infinity the
+largest and for minus infinity the smallest.
 """
 
 from __future__ import annotations

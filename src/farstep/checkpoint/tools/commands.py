@@ -123,7 +123,13 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 
 def _list(args: argparse.Namespace) -> int:
     with bar("verifying") if args.verify else nullcontext() as progress:
-        found = steps_in(args.dir, best=args.best, verify=args.verify, progress=progress, storage_options=_options(args))  # fmt: skip
+        found = steps_in(
+            args.dir,
+            best=args.best,
+            verify=args.verify,
+            progress=progress,
+            storage_options=_options(args),
+        )
     bad = any(each.status == "damaged" for each in found)
     if args.json:
         _print_json({"path": args.dir, "steps": [asdict(each) for each in found]})

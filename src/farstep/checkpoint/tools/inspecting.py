@@ -109,7 +109,8 @@ def _add(root: Branch, name: str, leaf: Leaf, nbytes: int = 0) -> None:
 
 
 def folded(branch: Branch) -> Branch:
-    """The same, where what an optimizer has for a parameter is one line, numbered neighbours with the same inside are one, and a part that has but one below it is one with that."""
+    """The same, where what an optimizer has for a parameter is one line, numbered neighbours
+    with the same inside are one, and a part that has but one below it is one with that."""
     branch = _with_pieces(branch, in_state=False)
     kinds: dict[Any, int] = {}
     sorts: dict[int, int] = {}
@@ -118,7 +119,8 @@ def folded(branch: Branch) -> Branch:
 
 
 def _with_pieces(branch: Branch, in_state: bool) -> Branch:
-    """In the state of an optimizer, which is beside its param_groups, a parameter's pieces as one leaf."""
+    """In the state of an optimizer, which is beside its param_groups, a parameter's pieces as
+    one leaf."""
     inside = list(branch.below.values())
     leaves = [each.leaf for each in inside if each.leaf is not None and not each.below]
     tensors = [each for each in leaves if each.kind == "tensor"]

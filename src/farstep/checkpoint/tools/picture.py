@@ -141,7 +141,8 @@ def _shares(layers: Layers) -> Any:
 
 
 def text_picture(layers: Layers, width: int, has_colour: bool) -> list[RenderableType]:
-    """The same for a terminal: a letter for each rank, the fuller the more it holds, and a bar, of letters that differ where there are no colours."""
+    """The same for a terminal: a letter for each rank, the fuller the more it holds, and a bar,
+    of letters that differ where there are no colours."""
     ranks = len(layers.ranks)
     is_shown = 1 < ranks <= TEXT_RANKS
     title = (

@@ -56,7 +56,8 @@ def steps_in(
     progress: Progress | None = None,
     storage_options: dict[str, Any] | None = None,
 ) -> list[Step]:
-    """All of them, the oldest first. With `verify` every byte is read; else manifests and the lengths of files.
+    """All of them, the oldest first. With `verify` every byte is read; else manifests and the
+    lengths of files.
 
     `best` is whether the least metric ("min") or the greatest ("max") is the best one.
     """
@@ -92,7 +93,8 @@ def _step(
             files = sorted({each.file for each in damages})
             if damages:
                 made.status = "damaged"
-                made.problem = f"{count(len(damages), 'damage')} in {', '.join(files[:2])}{' and others' if len(files) > 2 else ''}"  # fmt: skip
+                others = " and others" if len(files) > 2 else ""
+                made.problem = f"{count(len(damages), 'damage')} in {', '.join(files[:2])}{others}"
     except (DamagedCheckpoint, NoCheckpoint) as exc:
         made.status, made.problem = "damaged", str(exc).removeprefix(f"{storage}: ")
     return made
@@ -114,10 +116,12 @@ def _nothing_in(storage: Storage) -> CheckpointError:
         opened(storage)
     except CheckpointError:
         return NoCheckpoint(
-            f"{storage} has no checkpoints of a CheckpointManager, which are directories called step_000000100 and so on"
+            f"{storage} has no checkpoints of a CheckpointManager, which are directories called "
+            f"step_000000100 and so on"
         )
     return CheckpointError(
-        f"{storage} is itself a checkpoint: farstep checkpoint inspect shows what is in it, and list takes the directory of a CheckpointManager"
+        f"{storage} is itself a checkpoint: farstep checkpoint inspect shows what is in it, and "
+        f"list takes the directory of a CheckpointManager"
     )
 
 
@@ -135,7 +139,8 @@ def steps_screen(steps: Sequence[Step], where: str) -> list[RenderableType]:
     head = Text(printable(where), style="bold")
     others = [each.status for each in steps if each.status != "whole"]
     told = ", ".join(f"{others.count(status)} {status}" for status in dict.fromkeys(others))
-    head.append(f"\n{count(len(steps), 'checkpoint')}, {size(total)}{f'; {told}' if told else ''}", style="not bold")  # fmt: skip
+    summary = f"\n{count(len(steps), 'checkpoint')}, {size(total)}"
+    head.append(f"{summary}; {told}" if told else summary, style="not bold")
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for title in ("step", "age", "size", "metric"):
         table.add_column(title, justify="right", no_wrap=True)
