@@ -57,7 +57,7 @@ def exchange(
         options = Options(budget_bytes, progress, timeout_s, check, same_host)
         return Traffic(Local(plan.part(place.rank), place.rank, place.ranks, source, target), place, options)
 
-    with operation("exchange", timeout_s=timeout_s):
+    with _operation("exchange", timeout_s):
         _exchange(prepared, group, check)
 
 
@@ -90,7 +90,7 @@ def respread(
         given, wanted = ({name: each.tensors for name, each in side.items()} for side in (here, there))
         return Traffic(Local(part, place.rank, place.ranks, given, wanted), place, options)
 
-    with operation("respread", timeout_s=timeout_s):
+    with _operation("respread", timeout_s):
         _exchange(prepared, group, check)
 
 
@@ -105,6 +105,12 @@ def _shards_by_name(
         name: value if isinstance(value, Shards) else shards_of(value, group, name=name)
         for name, value in given.items()
     }
+
+
+def _operation(name: str, timeout_s: float | None) -> operation:
+    """A timeout that is none is refused later, when the other ranks can be told."""
+    is_valid = isinstance(timeout_s, int | float) and timeout_s > 0
+    return operation(name, timeout_s=timeout_s if is_valid else None)
 
 
 def _exchange(
