@@ -11,7 +11,7 @@ from farstep.optim import ShardedOptimizer
 
 def by(same_host, body, *args):
     """Run a test's body with this as the optimizer's default."""
-    ShardedOptimizer.__init__.__kwdefaults__["same_host"] = same_host
+    ShardedOptimizer.__init__.__wrapped__.__kwdefaults__["same_host"] = same_host
     return body(*args)
 
 

@@ -43,11 +43,14 @@ class Verdict:
     """They work in an operation, and the process group's timeout has passed."""
 
     @property
+    def found(self) -> set[int]:
+        """The ranks that this one found itself; those that others found are at best the same."""
+        return {*self.absent, *self.dead, *self.silent, *self.elsewhere}
+
+    @property
     def ranks(self) -> tuple[int, ...]:
-        found = {*self.absent, *self.dead, *self.silent, *self.elsewhere}
-        if not found:  # else what others found is at best the same
-            found = {rank for failure in self.failures.values() for rank in failure.ranks}
-        return tuple(sorted(found))
+        told = (rank for failure in self.failures.values() for rank in failure.ranks)
+        return tuple(sorted(self.found or set(told)))
 
     def with_closed(self, closed: Sequence[int]) -> Verdict:
         """Tell those that died from those that are only absent. `closed` are ranks of the job."""
