@@ -55,6 +55,10 @@ log = logging.getLogger("farstep.rpc")
 ROOMY: Final = 4
 """With a core for every worker that has something to do, looking for a reply takes nothing from anyone."""
 CORES: Final = os.cpu_count() or 1
+GOODBYE_S: Final = 1.0
+"""For how long a peer that does not read may hold up a goodbye."""
+ENDING_S: Final = 10.0
+"""A process that was about to end and has not ended by then is given up."""
 LostCallback = Callable[[WorkerInfo, str], None]
 
 
@@ -230,7 +234,7 @@ class Links:
             try:
                 sock = self._dialler.connect(peer.card)
             except Unreachable as exc:
-                self.lose(peer, str(exc))
+                self.lose(peer, f"{exc}{peer.hearsay}")
                 raise peer.lost_error() from exc
             options = self._agent.options
             sender = Sender(sock, options.max_frame_bytes, options.max_bytes_per_peer // 4)
@@ -360,13 +364,22 @@ class Links:
 
     def lose(self, peer: Peer, reason: str) -> None:
         """This worker noticed that a peer is gone."""
+        reason = peer.ending or reason
         if self._end(peer, PeerState.LOST, reason) and not peer.is_accused:
             log.warning("worker %r lost %r: %s", self.me.name, peer.name, reason)
             self._agent.submit(0, lambda: self._spread(peer, reason))
 
-    def left(self, peer: Peer) -> None:
-        """A peer said goodbye. On the reader's thread: what follows is a job."""
-        if self._mark(peer, PeerState.LEFT, "it has shut down and left the group"):
+    def left(self, peer: Peer, why: str, process_ends: bool) -> None:
+        """A peer said goodbye. On the reader's thread: what follows is a job.
+
+        Where its process is about to end it is lost when that has ended. See [Note: the first to end].
+        """
+        if process_ends:
+            peer.ending = why
+            timer = threading.Timer(ENDING_S, lambda: self.lose(peer, why))
+            timer.daemon = True
+            timer.start()
+        elif self._mark(peer, PeerState.LEFT, why or "it has shut down and left the group"):
             self._agent.submit(0, lambda: self._clear_up(peer))
 
     def heard_lost(self, teller: Peer, name: str, incarnation: str, reason: str) -> None:
@@ -385,6 +398,7 @@ class Links:
         ):
             return
         peer.is_accused = True  # what this dial finds is no news to the others
+        peer.hearsay = f"; worker {teller.name!r} says that {reason}"
         try:
             self.dial(peer, self._agent.soon())
         except RpcError:
@@ -487,15 +501,27 @@ class Links:
                 return
         callback()
 
-    def close(self) -> None:
+    def close(self, deadline: float, why: str | None) -> None:
         """Say goodbye to everyone and close every connection."""
+        self._say_goodbye(deadline, None if why is None else (why, False))
+        for peer in self.peers():
+            self._hang_up(peer)
+            if peer.state is PeerState.PRESENT:
+                peer.state = PeerState.LEFT
+                peer.reason = f"{self.me.name!r} has shut down"
+
+    def announce_end(self, deadline: float, why: str) -> None:
+        """Tell everyone why this process is about to end."""
+        self._say_goodbye(deadline, (why, True))
+
+    def _say_goodbye(self, deadline: float, head: tuple[str, bool] | None) -> None:
         with self._lock:
             self._leaving = True  # from here on, nobody else's end is news
-        peers = self.peers()
-        for peer in peers:
+        for peer in self.peers():
             if (peer.sender or peer.receiver) and peer.state is PeerState.PRESENT:
+                patience_s = max(GOODBYE_S / 20, min(GOODBYE_S, deadline - time.monotonic()))
                 with contextlib.suppress(RpcError, OSError):
-                    peer.post(Kind.GOODBYE, 0, None, deadline=time.monotonic() + 1.0)
+                    peer.post(Kind.GOODBYE, 0, head, deadline=time.monotonic() + patience_s)
         with self._lock:
             self._closed = True
         if self._roster is not None:
@@ -503,11 +529,14 @@ class Links:
         for sock in self._listener.sockets:
             self._agent.reactor.forget(sock.fileno())
         self._listener.close()
-        for peer in peers:
-            self._hang_up(peer)
-            if peer.state is PeerState.PRESENT:
-                peer.state = PeerState.LEFT
-                peer.reason = f"{self.me.name!r} has shut down"
+
+    def leave_to_kernel(self) -> None:
+        """Leave the connections open, for the kernel to close when this process has ended."""
+        for peer in self.peers():
+            for end in (peer.sender, peer.receiver):
+                if end is not None:
+                    with contextlib.suppress(OSError):
+                        end.sock.detach()
 
     def after_fork(self) -> None:
         """In a child process: these connections are the parent's. Close the copies, quietly."""
