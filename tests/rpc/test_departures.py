@@ -53,11 +53,11 @@ def fail_or_wait(rank: int, folder: str, api: str, how: str) -> None:
 @pytest.mark.parametrize("how", ["shutdown", "call", "gather"])
 def test_the_worker_that_raised_is_the_one_that_spawn_reports(tmp_path: Path, api: str, how: str) -> None:
     with pytest.raises(mp.ProcessRaisedException, match=f"ValueError: {CAUSE}"):
-        mp.start_processes(
-            fail_or_wait, (str(tmp_path), api, how), nprocs=3, start_method="forkserver"
-        )
+        mp.start_processes(fail_or_wait, (str(tmp_path), api, how), nprocs=3, start_method="forkserver")
     for told in tmp_path.glob("error*"):
-        assert told.read_text() == f"WorkerLost: worker 'w1' is lost: its process ended with ValueError: {CAUSE}"
+        assert (
+            told.read_text() == f"WorkerLost: worker 'w1' is lost: its process ended with ValueError: {CAUSE}"
+        )
 
 
 @pytest.mark.parametrize("api", ["farstep", "compat"])

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from farstep.errors import AuthenticationError, InsecureTransport, ProtocolError, RpcTimeout
+from farstep.errors import AuthenticationError, InsecureTransport, ProtocolError, RpcError, RpcTimeout
 from farstep.rpc import handshake, tls
 from farstep.rpc.listener import keep_alive
 from farstep.rpc.membership import Card
@@ -78,7 +78,18 @@ class Dialler:
                 f"{other.name!r} does: {ENCRYPT_ALIKE}"
             )
 
-    def connect(self, peer: Card) -> socket.socket:
+    def answers(self, peer: Card) -> bool:
+        """Ask whether a worker is still there. False only where nobody answers at its address, or another worker does."""
+        try:
+            self.check_reachable(peer)
+            self.connect(peer, is_question=True).close()
+        except Unreachable:
+            return False
+        except RpcError:
+            pass  # somebody is there
+        return True
+
+    def connect(self, peer: Card, *, is_question: bool = False) -> socket.socket:
         """A connection on which both have introduced themselves. A door that is too full is tried again.
 
         Unreachable where the peer is gone. AuthenticationError, ProtocolError or RpcTimeout where somebody is there and the
@@ -87,7 +98,7 @@ class Dialler:
         patience_until = time.monotonic() + handshake.TIMEOUT_S
         for attempt in itertools.count(1):
             try:
-                return self._try(peer)
+                return self._try(peer, is_question)
             except (EOFError, ssl.SSLEOFError, ConnectionResetError, BlockingIOError) as exc:
                 error: Exception = exc.with_traceback(None)
                 if attempt >= ATTEMPTS and time.monotonic() + RETRY_S > patience_until:
@@ -120,7 +131,7 @@ class Dialler:
     def _shares_host(self, peer: Card) -> bool:
         return self._me.host == peer.host and peer.unix is not None
 
-    def _try(self, peer: Card) -> socket.socket:
+    def _try(self, peer: Card, is_question: bool) -> socket.socket:
         sock: socket.socket
         if self._shares_host(peer):
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -131,7 +142,7 @@ class Dialler:
         try:
             sock.connect(peer.unix if sock.family == socket.AF_UNIX else peer.tcp)  # type: ignore[arg-type]
             try:
-                return self._introduce(sock, peer)
+                return self._introduce(sock, peer, is_question)
             except TimeoutError as exc:
                 raise _NoAnswer(str(exc)) from exc
         except BaseException:
@@ -139,7 +150,7 @@ class Dialler:
                 sock.close()
             raise
 
-    def _introduce(self, sock: socket.socket, peer: Card) -> socket.socket:
+    def _introduce(self, sock: socket.socket, peer: Card, is_question: bool) -> socket.socket:
         """On a connection that its host has accepted."""
         deadline = time.monotonic() + handshake.TIMEOUT_S
         if sock.family == socket.AF_UNIX:
@@ -150,7 +161,8 @@ class Dialler:
                 sock = tls.dial(sock, self._credentials, deadline)
         try:
             seen = tls.fingerprint_met(sock)
-            met = handshake.dial(sock, self._key, self._me.to_json(), peer.to_json(), deadline, seen=seen)
+            me, to = self._me.to_json(), peer.to_json()
+            met = handshake.dial(sock, self._key, me, to, deadline, seen=seen, is_question=is_question)
             self._compare(peer, met, seen)
         except BaseException:
             with contextlib.suppress(OSError):

@@ -20,6 +20,7 @@ from farstep.rpc.departure import why_process_ends, why_shut_down
 from farstep.rpc.membership import WorkerInfo
 from farstep.rpc.options import RpcOptions
 from farstep.rpc.peer import PeerState
+from farstep.rpc.rounds import tell_failure
 from farstep.rpc.stores import HashStore, PrefixStore, Store
 
 __all__ = ["join_group", "leave_group", "local_agents"]
@@ -43,8 +44,7 @@ def join_group(
         agent = Agent(WorkerInfo(name, rank), options)
     except BaseException as exc:
         if world_size is not None:  # the others wait for it: tell them why it does not come
-            with contextlib.suppress(RuntimeError, OSError):
-                store.compare_set("failed", "", f"{name!r} gave up: {exc}")
+            tell_failure(store, name, rank, exc)
         raise
     if world_size is None:
         agent.rrefs.count_from_anywhere()

@@ -83,11 +83,19 @@ def check_uid(sock: socket.socket) -> None:
 
 
 def dial(
-    sock: socket.socket, key: bytes, me: Card, to: Card, deadline: float, *, seen: str | None = None
+    sock: socket.socket,
+    key: bytes,
+    me: Card,
+    to: Card,
+    deadline: float,
+    *,
+    seen: str | None = None,
+    is_question: bool = False,
 ) -> Met:
     """Introduce this worker on a connection that it dialled; say who answered.
 
-    `to` is the card of the worker that is meant, `seen` the fingerprint of the certificate that was met.
+    `to` is the card of the worker that is meant, `seen` the fingerprint of the certificate that was met. `is_question`: it only
+    asks whether that worker is there, and hangs up.
     ConnectionRefusedError where the listener is of the group and refuses, AuthenticationError where it is not, or finds
     that somebody is in between.
     """
@@ -96,7 +104,7 @@ def dial(
         raise ProtocolError("what answers there is not a farstep worker, or one of another version")
     theirs = greeting[len(GREETING) :]
     mine = secrets.token_bytes(CHALLENGE_BYTES)
-    said = json.dumps({"card": me, "to": to, "seen": seen}).encode()
+    said = json.dumps({"card": me, "to": to, "seen": seen, "question": is_question}).encode()
     proof = _prove(key, b"dialler", theirs, mine, said)
     _send(sock, mine + proof + _LENGTH.pack(len(said)) + said, deadline)
     answer = _recv_exactly(sock, PROOF_BYTES + _LENGTH.size, deadline)
@@ -138,6 +146,7 @@ class Introduction:
         self.card: Any = heard.get("card")
         self.to: Any = heard.get("to")
         self.seen: Any = heard.get("seen")
+        self.is_question = heard.get("question") is True
 
     def welcome(self, card: Card, seen: str | None) -> bytes:
         """Let the dialler in; returns the key of the connection's records."""

@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -35,10 +36,12 @@ from farstep.rpc.connection import Receiver
 from farstep.rpc.dialling import Dialler, Unreachable, check_introduction
 from farstep.rpc.gather import Gatherings
 from farstep.rpc.listener import Listener, keep_alive
-from farstep.rpc.membership import Card, Roster, WorkerInfo, host_key
+from farstep.rpc.membership import Card, OpenRoster, WorkerInfo, host_key
 from farstep.rpc.peer import Attempt, Peer, PeerState, SelfPeer
 from farstep.rpc.receive_pool import ReceivePool
 from farstep.rpc.records import MacSocket
+from farstep.rpc.rendezvous import AskedStore
+from farstep.rpc.rounds import Rounds
 from farstep.rpc.schema import MAX_REASON_CHARS
 from farstep.rpc.sender import Sender
 from farstep.rpc.shm import Lender, SharedBudget
@@ -57,6 +60,8 @@ ROOMY: Final = 4
 CORES: Final = os.cpu_count() or 1
 GOODBYE_S: Final = 1.0
 """For how long a peer that does not read may hold up a goodbye."""
+MAX_FORMER: Final = 10_000
+"""So many incarnations that others have replaced are remembered, to be refused."""
 ENDING_S: Final = 10.0
 """A process that was about to end and has not ended by then is given up."""
 LostCallback = Callable[[WorkerInfo, str], None]
@@ -80,7 +85,9 @@ class Links:
         self._by_name: dict[str, Peer] = {}
         self._lost_callbacks: list[LostCallback] = []
         self._gone_callbacks: dict[int, list[Callable[[], None]]] = {}
-        self._roster: Roster | None = None
+        self._store: Store | None = None
+        self._roster: OpenRoster | None = None
+        self._former: deque[str] = deque(maxlen=MAX_FORMER)
         self.is_open = False
         self._has_joined = False
         self._leaving = False
@@ -110,34 +117,49 @@ class Links:
     def join(self, store: Store, world_size: int | None, timeout_s: float) -> None:
         """Meet the others. Peers may call this worker from the moment its card is in the store."""
         self.is_open = world_size is None
-        self._roster = Roster(store, self.me.card, world_size)
+        self._store = store  # rank 0 may serve it, for as long as it is kept
+        asked = AskedStore(store, self.me.name)
         for sock in self._listener.sockets:
             self._agent.reactor.watch(sock.fileno(), lambda sock=sock: self._knock(sock))  # type: ignore[misc]
-        cards = self._roster.join(timeout_s)
-        for card in cards:
+        if world_size is None:
+            self._join_open(OpenRoster(asked, self.me.card, self._dialler.answers), timeout_s)
+        else:
+            self._meet(Rounds(asked, self.me.card, world_size, self._dialler.answers), timeout_s)
+        self._has_joined = True
+
+    def _join_open(self, roster: OpenRoster, timeout_s: float) -> None:
+        """Come into a group that workers join and leave."""
+        self._roster = roster
+        others = [self._learn(card) for card in roster.join(timeout_s)]
+        deadline = time.monotonic() + timeout_s
+        for peer in others:
+            self._dialler.check_reachable(peer.card)
+        for peer in others:
+            with contextlib.suppress(WorkerLost):
+                self.dial(peer, deadline)
+
+    def _meet(self, rounds: Rounds, timeout_s: float) -> None:
+        """Come together with the others of a group of known size."""
+        for card in rounds.join(timeout_s):
             self._learn(card)
         deadline = time.monotonic() + timeout_s
         try:
-            others = [peer for peer in self.peers() if not peer.is_self]
-            for peer in others:
-                self._dialler.check_reachable(peer.card)
-            if self.is_open:
-                for peer in others:
-                    with contextlib.suppress(WorkerLost):
-                        self.dial(peer, deadline)
-            else:
-                self._watch_next(deadline)
-                self._roster.settle(deadline, self._first_lost)
+            for peer in self.peers():
+                if not peer.is_self:
+                    self._dialler.check_reachable(peer.card)
+            self._watch_next(deadline)
+            rounds.settle(deadline, self._first_lost)
         except WorkerLost as exc:  # perhaps because it has given up before
-            failure = self._roster.first_failure()
-            self._roster.fail(exc)
+            failure = None
+            with contextlib.suppress(RpcError):
+                failure = rounds.first_failure()
+            rounds.fail(exc)
             if failure is not None:
                 raise RpcError(f"worker {self.me.name!r} cannot finish init_rpc: {failure}") from exc
             raise
         except BaseException as exc:
-            self._roster.fail(exc)
+            rounds.fail(exc)
             raise
-        self._has_joined = True
 
     def _first_lost(self) -> str | None:
         lost = [p for p in self.peers() if p.state is not PeerState.PRESENT]
@@ -149,10 +171,14 @@ class Links:
             known = self._by_id.get(card.id) or self._by_name.get(card.name)
             if known is not None and known.card.incarnation == card.incarnation:
                 return known
+            if card.incarnation in self._former:
+                raise UnknownWorker(_former(card))
             if known is not None and known.state is PeerState.PRESENT:
                 raise DuplicateName(
                     f"{card.name!r} (rank {card.id}) is not unique: {known.name!r} has that name or rank"
                 )
+            if known is not None:
+                self._former.append(known.card.incarnation)
             peer = Peer(self._agent, card)
             self._by_id[card.id] = peer
             self._by_name[card.name] = peer
@@ -162,6 +188,10 @@ class Links:
         """As far as is known here; asks nobody."""
         peer = self._by_id.get(worker_id)
         return peer is not None and peer.state is PeerState.PRESENT
+
+    def incarnation_of(self, worker_id: int) -> str | None:
+        peer = self._by_id.get(worker_id)
+        return None if peer is None else peer.card.incarnation
 
     def has(self, name: str) -> bool:
         """Whether a worker of that name is here, as far as is known."""
@@ -199,7 +229,7 @@ class Links:
         if not self.is_open or self._roster is None or self._closed:
             return None
         for card in self._roster.new_cards():
-            with contextlib.suppress(DuplicateName):
+            with contextlib.suppress(DuplicateName, UnknownWorker):
                 self._learn(card)
         return table.get(key)
 
@@ -275,6 +305,10 @@ class Links:
     def _admit(self, sock: socket.socket, introduction: handshake.Introduction) -> None:
         """A peer has passed the handshake: take its connection, if it is one of the group."""
         card = check_introduction(introduction, self.me.card, sock)
+        if introduction.is_question:  # whether this worker is still there: see [Note: taking over]
+            introduction.welcome(self.me.card.to_json(), fingerprint_met(sock))
+            sock.close()
+            return
         try:
             peer = self._await_card(card)
             with self._lock:
@@ -315,13 +349,31 @@ class Links:
     def _await_card(self, card: Card) -> Peer:
         """In a group of known size a peer may knock before this worker has read the cards."""
         if self.is_open:
+            self._make_room(card)
             return self._checked(self._learn(card), card)
         deadline = time.monotonic() + handshake.TIMEOUT_S
         while (peer := self._by_id.get(card.id)) is None and time.monotonic() < deadline and not self._closed:
             time.sleep(0.005)
+        if peer is not None and peer.name == card.name and peer.card.incarnation != card.incarnation:
+            raise UnknownWorker(_former(card))
         if peer is None or peer.card.incarnation != card.incarnation or peer.is_self:
             raise UnknownWorker(f"{card.name!r} (rank {card.id}) is not of this group")
         return self._checked(peer, card)
+
+    def _make_room(self, card: Card) -> None:
+        """A newcomer has the name or rank of a worker that is known here: see whether that one is still there."""
+        with self._lock:
+            known = [self._by_id.get(card.id), self._by_name.get(card.name)]
+        for peer in known:
+            if (
+                peer is not None
+                and not peer.is_self
+                and peer.state is PeerState.PRESENT
+                and peer.card.incarnation != card.incarnation
+                and card.incarnation not in self._former
+                and not self._dialler.answers(peer.card)
+            ):
+                self.lose(peer, f"it no longer answers, and {card.name!r} has come in its place")
 
     @staticmethod
     def _checked(peer: Peer, card: Card) -> Peer:
@@ -546,6 +598,13 @@ class Links:
                     with contextlib.suppress(OSError):
                         _detach(end.sock)
         self._listener.after_fork()
+
+
+def _former(card: Card) -> str:
+    return (
+        f"this worker {card.name!r} (rank {card.id}) is of an earlier incarnation: the group has counted it as gone, and "
+        f"another has come in its place. End this process; it can only join anew"
+    )
 
 
 def _detach(sock: socket.socket) -> None:
