@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 from farstep.errors import (
     AuthenticationError,
     DuplicateName,
+    InsecureTransport,
     ProtocolError,
     RpcError,
     RpcTimeout,
@@ -60,6 +61,8 @@ ROOMY: Final = 4
 CORES: Final = os.cpu_count() or 1
 GOODBYE_S: Final = 1.0
 """For how long a peer that does not read may hold up a goodbye."""
+MAX_REFUSED: Final = 64
+"""So many workers that could not join are remembered, to say why they are not there."""
 MAX_FORMER: Final = 10_000
 """So many incarnations that others have replaced are remembered, to be refused."""
 ENDING_S: Final = 10.0
@@ -93,7 +96,10 @@ class Links:
         self._leaving = False
         self._closed = False
         self.gatherings = Gatherings(agent)
-        self._listener = Listener(agent.info.name, options, self._key, credentials, self._admit)
+        self._refused: dict[str | int, str] = {}
+        self._listener = Listener(
+            agent.info.name, options, self._key, credentials, self._admit, self._on_notice
+        )
         card = Card(
             name=agent.info.name,
             id=agent.info.id,
@@ -102,6 +108,7 @@ class Links:
             unix=self._listener.unix_path,
             tcp=self._listener.tcp_address,
             certificate=None if credentials is None else credentials.fingerprint,
+            has_authority=credentials is not None and bool(options.tls_cert),
         )
         self._dialler = Dialler(card, self._key, credentials, options.heartbeat_s, lambda: self._closed)
         self.me = SelfPeer(agent, card, agent.inbox.deliver_to_self)
@@ -132,11 +139,16 @@ class Links:
         self._roster = roster
         others = [self._learn(card) for card in roster.join(timeout_s)]
         deadline = time.monotonic() + timeout_s
-        for peer in others:
-            self._dialler.check_reachable(peer.card)
-        for peer in others:
-            with contextlib.suppress(WorkerLost):
-                self.dial(peer, deadline)
+        try:
+            for peer in others:
+                self._dialler.check_reachable(peer.card)
+            for peer in others:
+                with contextlib.suppress(WorkerLost):
+                    self.dial(peer, deadline)
+        except (InsecureTransport, AuthenticationError) as exc:
+            for peer in others:
+                self._dialler.tell(peer.card, str(exc))
+            raise
 
     def _meet(self, rounds: Rounds, timeout_s: float) -> None:
         """Come together with the others of a group of known size."""
@@ -182,6 +194,8 @@ class Links:
             peer = Peer(self._agent, card)
             self._by_id[card.id] = peer
             self._by_name[card.name] = peer
+            self._refused.pop(card.name, None)
+            self._refused.pop(card.id, None)
             return peer
 
     def is_present(self, worker_id: int) -> bool:
@@ -228,6 +242,8 @@ class Links:
     def _look_again(self, table: dict[Any, Peer], key: str | int) -> Peer | None:
         if not self.is_open or self._roster is None or self._closed:
             return None
+        if key in self._refused:
+            raise InsecureTransport(f"{key!r} could not join the group: {self._refused[key]}")
         for card in self._roster.new_cards():
             with contextlib.suppress(DuplicateName, UnknownWorker):
                 self._learn(card)
@@ -340,6 +356,21 @@ class Links:
             self._hang_up(peer)
         elif over_tcp and peer.sender is None:
             self._agent.submit(0, lambda: self._dial_back(peer))
+
+    def _on_notice(self, notice: handshake.Notice) -> None:
+        """A worker that wanted to join can't talk to this one. See [Note: no common way] in handshake.py."""
+        try:
+            card = Card.from_json(notice.card)
+        except ProtocolError:
+            return
+        if notice.to != self.me.card.incarnation or self._closed:
+            return
+        with self._lock:
+            is_news = card.name not in self._refused and len(self._refused) < 2 * MAX_REFUSED
+            if is_news:
+                self._refused[card.name] = self._refused[card.id] = notice.why
+        if is_news:
+            log.warning("worker %r: %r could not join: %s", self.me.name, card.name, notice.why)
 
     def _dial_back(self, peer: Peer) -> None:
         """See [Note: noticing]."""
@@ -496,7 +527,8 @@ class Links:
                 self._agent.submit(0, lambda: self._mark_gone(peer))
 
     def _mark_gone(self, peer: Peer) -> None:
-        if self._roster is not None:
+        """Free a lost worker's name and rank. One that still answers keeps them: it may be this worker that is cut off."""
+        if self._roster is not None and not self._dialler.answers(peer.card):
             self._roster.mark_gone(peer.card.incarnation)
 
     def _hang_up(self, peer: Peer) -> None:

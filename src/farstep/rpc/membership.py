@@ -87,6 +87,9 @@ class Card:
     certificate: str | None
     """Fingerprint of the certificate with which it listens on TCP; None where it does not encrypt."""
 
+    has_authority: bool
+    """Whether it was given certificates (`tls_cert`), so that it accepts only those of its authority."""
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -105,6 +108,7 @@ class Card:
                 unix=None if raw["unix"] is None else _text(raw["unix"]),
                 tcp=None if tcp is None else (_text(tcp[0]), _number(tcp[1])),
                 certificate=None if raw["certificate"] is None else _text(raw["certificate"]),
+                has_authority=_flag(raw["has_authority"]),
             )
         except (KeyError, TypeError, ValueError, IndexError, RpcError) as exc:
             raise ProtocolError(f"a worker's card is malformed: {exc}") from exc
@@ -126,6 +130,12 @@ _CARD_FIELDS: Final = {field.name for field in fields(Card)}
 def _text(value: Any) -> str:
     if type(value) is not str or len(value) > MAX_TEXT_CHARS:
         raise TypeError(f"a {type(value).__name__} where a short text belongs")
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if type(value) is not bool:
+        raise TypeError(f"a {type(value).__name__} where true or false belongs")
     return value
 
 
