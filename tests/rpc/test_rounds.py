@@ -213,9 +213,9 @@ def test_torchrun_restarts_a_job(tmp_path: Path, rendezvous: str, victim: int) -
         if rendezvous == "c10d"
         else ["--master-addr", "127.0.0.1", "--master-port", place.rpartition(":")[2]]
     )
+    options = ["--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1", *how]
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
-        + ["--monitor-interval=0.1", *how, str(script), str(free_port()), str(victim)],
+        [sys.executable, "-m", "torch.distributed.run", *options, script, str(free_port()), str(victim)],
         capture_output=True,
         text=True,
         timeout=170,
