@@ -17,7 +17,6 @@ from support.workers import Group, eventually, init_rpc
 from farstep.errors import DuplicateName, InitTimeout, RpcError, RRefError, UnknownWorker
 from farstep.rpc import Agent, RpcOptions
 from farstep.rpc.group import join_group
-from farstep.rpc.links import Links
 from rpc.test_group import call_one, free_port, in_parallel, increment, leave, members
 
 pytestmark = pytest.mark.slow
@@ -172,7 +171,7 @@ def test_a_worker_that_was_replaced_and_comes_back_is_refused() -> None:
     try:
         assert again.call_sync("stays", increment, (1,), {}, PATIENCE_S) == 2
         with pytest.raises(UnknownWorker, match="earlier incarnation"):
-            Links._learn(stays.links, former.links.me.card)
+            stays.links.learn(former.links.me.card)
         with pytest.raises(RpcError):
             former.call_sync("stays", increment, (1,), {}, PATIENCE_S)
         assert again.call_sync("stays", increment, (1,), {}, PATIENCE_S) == 2

@@ -10,6 +10,7 @@ import re
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -25,14 +25,13 @@ from typing import TYPE_CHECKING, Any, Final
 from farstep.errors import (
     AuthenticationError,
     DuplicateName,
-    InsecureTransport,
     ProtocolError,
     RpcError,
     RpcTimeout,
     UnknownWorker,
     WorkerLost,
 )
-from farstep.rpc import handshake
+from farstep.rpc import handshake, joining
 from farstep.rpc.connection import Receiver
 from farstep.rpc.dialling import Dialler, Unreachable, check_introduction
 from farstep.rpc.gather import Gatherings
@@ -61,8 +60,6 @@ ROOMY: Final = 4
 CORES: Final = os.cpu_count() or 1
 GOODBYE_S: Final = 1.0
 """For how long a peer that does not read may hold up a goodbye."""
-MAX_REFUSED: Final = 64
-"""So many workers that could not join are remembered, to say why they are not there."""
 MAX_FORMER: Final = 10_000
 """So many incarnations that others have replaced are remembered, to be refused."""
 ENDING_S: Final = 10.0
@@ -89,16 +86,16 @@ class Links:
         self._lost_callbacks: list[LostCallback] = []
         self._gone_callbacks: dict[int, list[Callable[[], None]]] = {}
         self._store: Store | None = None
-        self._roster: OpenRoster | None = None
+        self.roster: OpenRoster | None = None
         self._former: deque[str] = deque(maxlen=MAX_FORMER)
         self.is_open = False
         self._has_joined = False
         self._leaving = False
         self._closed = False
         self.gatherings = Gatherings(agent)
-        self._refused: dict[str | int, str] = {}
+        self.refused = joining.Refused(self)
         self._listener = Listener(
-            agent.info.name, options, self._key, credentials, self._admit, self._on_notice
+            agent.info.name, options, self._key, credentials, self._admit, self.refused.hear
         )
         card = Card(
             name=agent.info.name,
@@ -110,7 +107,7 @@ class Links:
             certificate=None if credentials is None else credentials.fingerprint,
             has_authority=credentials is not None and bool(options.tls_cert),
         )
-        self._dialler = Dialler(card, self._key, credentials, options.heartbeat_s, lambda: self._closed)
+        self.dialler = Dialler(card, self._key, credentials, options.heartbeat_s, lambda: self._closed)
         self.me = SelfPeer(agent, card, agent.inbox.deliver_to_self)
         self._enter(self.me)
 
@@ -129,55 +126,13 @@ class Links:
         for sock in self._listener.sockets:
             self._agent.reactor.watch(sock.fileno(), lambda sock=sock: self._knock(sock))  # type: ignore[misc]
         if world_size is None:
-            self._join_open(OpenRoster(asked, self.me.card, self._dialler.answers), timeout_s)
+            self.roster = OpenRoster(asked, self.me.card, self.dialler.answers)
+            joining.join_open(self, self.roster, timeout_s)
         else:
-            self._meet(Rounds(asked, self.me.card, world_size, self._dialler.answers), timeout_s)
+            joining.meet(self, Rounds(asked, self.me.card, world_size, self.dialler.answers), timeout_s)
         self._has_joined = True
 
-    def _join_open(self, roster: OpenRoster, timeout_s: float) -> None:
-        """Come into a group that workers join and leave."""
-        self._roster = roster
-        others = [self._learn(card) for card in roster.join(timeout_s)]
-        deadline = time.monotonic() + timeout_s
-        try:
-            for peer in others:
-                self._dialler.check_reachable(peer.card)
-            for peer in others:
-                with contextlib.suppress(WorkerLost):
-                    self.dial(peer, deadline)
-        except (InsecureTransport, AuthenticationError) as exc:
-            for peer in others:
-                self._dialler.tell(peer.card, str(exc))
-            raise
-
-    def _meet(self, rounds: Rounds, timeout_s: float) -> None:
-        """Come together with the others of a group of known size."""
-        for card in rounds.join(timeout_s):
-            self._learn(card)
-        deadline = time.monotonic() + timeout_s
-        try:
-            for peer in self.peers():
-                if not peer.is_self:
-                    self._dialler.check_reachable(peer.card)
-            self._watch_next(deadline)
-            rounds.settle(deadline, self._first_lost)
-        except WorkerLost as exc:  # perhaps because it has given up before
-            failure = None
-            with contextlib.suppress(RpcError):
-                failure = rounds.first_failure()
-            rounds.fail(exc)
-            if failure is not None:
-                raise RpcError(f"worker {self.me.name!r} cannot finish init_rpc: {failure}") from exc
-            raise
-        except BaseException as exc:
-            rounds.fail(exc)
-            raise
-
-    def _first_lost(self) -> str | None:
-        lost = [p for p in self.peers() if p.state is not PeerState.PRESENT]
-        return str(lost[0].lost_error()) if lost else None
-
-    def _learn(self, card: Card) -> Peer:
+    def learn(self, card: Card) -> Peer:
         """A card, from the store or from an introduction. The first one of an incarnation counts."""
         with self._lock:
             known = self._by_id.get(card.id) or self._by_name.get(card.name)
@@ -194,8 +149,7 @@ class Links:
             peer = Peer(self._agent, card)
             self._by_id[card.id] = peer
             self._by_name[card.name] = peer
-            self._refused.pop(card.name, None)
-            self._refused.pop(card.id, None)
+            self.refused.forget(card)
             return peer
 
     def is_present(self, worker_id: int) -> bool:
@@ -240,13 +194,12 @@ class Links:
         return peer
 
     def _look_again(self, table: dict[Any, Peer], key: str | int) -> Peer | None:
-        if not self.is_open or self._roster is None or self._closed:
+        if not self.is_open or self.roster is None or self._closed:
             return None
-        if key in self._refused:
-            raise InsecureTransport(f"{key!r} could not join the group: {self._refused[key]}")
-        for card in self._roster.new_cards():
+        self.refused.check(key)
+        for card in self.roster.new_cards():
             with contextlib.suppress(DuplicateName, UnknownWorker):
-                self._learn(card)
+                self.learn(card)
         return table.get(key)
 
     # -- connections
@@ -276,9 +229,9 @@ class Links:
                 return peer.sender
             if peer.state is not PeerState.PRESENT:
                 raise peer.lost_error()
-            self._dialler.check_reachable(peer.card)
+            self.dialler.check_reachable(peer.card)
             try:
-                sock = self._dialler.connect(peer.card)
+                sock = self.dialler.connect(peer.card)
             except Unreachable as exc:
                 self.lose(peer, f"{exc}{peer.hearsay}")
                 raise peer.lost_error() from exc
@@ -357,21 +310,6 @@ class Links:
         elif over_tcp and peer.sender is None:
             self._agent.submit(0, lambda: self._dial_back(peer))
 
-    def _on_notice(self, notice: handshake.Notice) -> None:
-        """A worker that wanted to join can't talk to this one. See [Note: no common way] in handshake.py."""
-        try:
-            card = Card.from_json(notice.card)
-        except ProtocolError:
-            return
-        if notice.to != self.me.card.incarnation or self._closed:
-            return
-        with self._lock:
-            is_news = card.name not in self._refused and len(self._refused) < 2 * MAX_REFUSED
-            if is_news:
-                self._refused[card.name] = self._refused[card.id] = notice.why
-        if is_news:
-            log.warning("worker %r: %r could not join: %s", self.me.name, card.name, notice.why)
-
     def _dial_back(self, peer: Peer) -> None:
         """See [Note: noticing]."""
         with contextlib.suppress(RpcError):
@@ -381,7 +319,7 @@ class Links:
         """In a group of known size a peer may knock before this worker has read the cards."""
         if self.is_open:
             self._make_room(card)
-            return self._checked(self._learn(card), card)
+            return self._checked(self.learn(card), card)
         deadline = time.monotonic() + handshake.TIMEOUT_S
         while (peer := self._by_id.get(card.id)) is None and time.monotonic() < deadline and not self._closed:
             time.sleep(0.005)
@@ -402,7 +340,7 @@ class Links:
                 and peer.state is PeerState.PRESENT
                 and peer.card.incarnation != card.incarnation
                 and card.incarnation not in self._former
-                and not self._dialler.answers(peer.card)
+                and not self.dialler.answers(peer.card)
             ):
                 self.lose(peer, f"it no longer answers, and {card.name!r} has come in its place")
 
@@ -488,7 +426,7 @@ class Links:
             log.warning(
                 "worker %r heard from %r that %r is lost: %s", self.me.name, teller.name, name, reason
             )
-            self._watch_next(self._agent.soon())
+            self.watch_next(self._agent.soon())
         finally:
             peer.is_accused = False
 
@@ -528,8 +466,8 @@ class Links:
 
     def _mark_gone(self, peer: Peer) -> None:
         """Free a lost worker's name and rank. One that still answers keeps them: it may be this worker that is cut off."""
-        if self._roster is not None and not self._dialler.answers(peer.card):
-            self._roster.mark_gone(peer.card.incarnation)
+        if self.roster is not None and not self.dialler.answers(peer.card):
+            self.roster.mark_gone(peer.card.incarnation)
 
     def _hang_up(self, peer: Peer) -> None:
         sender, receiver = peer.sender, peer.receiver
@@ -557,9 +495,9 @@ class Links:
                     peer.post(Kind.LOST, 0, head, deadline=time.monotonic() + 5.0, soon=True)
                 except RpcError:
                     continue
-        self._watch_next(self._agent.soon())
+        self.watch_next(self._agent.soon())
 
-    def _watch_next(self, deadline: float) -> None:
+    def watch_next(self, deadline: float) -> None:
         """Keep a connection to the next worker in rank that is there."""
         peers = self.peers()
         at = peers.index(self.me)
@@ -608,8 +546,8 @@ class Links:
                     peer.post(Kind.GOODBYE, 0, head, deadline=time.monotonic() + patience_s)
         with self._lock:
             self._closed = True
-        if self._roster is not None:
-            self._roster.mark_gone(self.me.card.incarnation)
+        if self.roster is not None:
+            self.roster.mark_gone(self.me.card.incarnation)
         for sock in self._listener.sockets:
             self._agent.reactor.forget(sock.fileno())
         self._listener.close()
