@@ -115,6 +115,7 @@ def card(**changes: Any) -> dict[str, Any]:
         "unix": None,
         "tcp": ["127.0.0.1", 9],
         "certificate": None,
+        "has_authority": False,
     }
     return {**fields, **changes}
 

@@ -10,6 +10,7 @@ import re
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.workers import bounded
+from support.workers import bounded, eventually
 
 from farstep import rpc
 from farstep.errors import AuthenticationError, InsecureTransport, RpcError
@@ -271,32 +272,87 @@ def join_and_call(store: Any, options: RpcOptions) -> None:
         stranger.close()
 
 
-@pytest.mark.parametrize("how", ["self-signed", "certified"])
-def test_a_worker_that_does_not_encrypt_is_told_to(certificates: Path, how: str) -> None:
+KINDS = {
+    "TLS and none": (
+        "self-signed",
+        "plain",
+        r"'worker\d' has TLS, and 'worker\d' has not \(dangerously_unencrypted_tcp",
+    ),
+    "certificates and none": ("certified", "plain", r"'worker\d' has TLS, and 'worker\d' has not"),
+    "certificates and self-signed": (
+        "certified",
+        "self-signed",
+        r"'worker\d' has certificates.*'worker\d' has not",
+    ),
+    "two authorities": ("certified", "of another", r"does not accept the certificate of 'worker\d'.*tls_ca"),
+}
+
+
+def options_of(kind: str, certificates: Path) -> RpcOptions:
+    if kind == "certified":
+        return certified_options(certificates, init_timeout_s=PATIENCE_S)
+    if kind == "of another":
+        return certified_options(certificates, "other-cert", "other-ca", init_timeout_s=PATIENCE_S)
+    return tcp_options(dangerously_unencrypted_tcp=kind == "plain", init_timeout_s=PATIENCE_S)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("case", KINDS)
+def test_workers_that_protect_tcp_in_other_ways_are_both_told(
+    certificates: Path, case: str, first: int
+) -> None:
+    *kinds, told = KINDS[case]
+    kinds = kinds if first == 0 else kinds[::-1]
+    agents, errors = come_together(dist.HashStore(), 2, lambda rank: options_of(kinds[rank], certificates))
+    for agent in agents:
+        agent.close()
+    assert not agents
+    assert len(errors) == 2
+    assert all(re.search(told, str(error)) for error in errors), errors
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("case", KINDS)
+def test_so_is_one_who_is_there_when_the_other_wants_to_join(
+    certificates: Path, case: str, first: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    *kinds, told = KINDS[case]
+    kinds = kinds if first == 0 else kinds[::-1]
     store = dist.HashStore()
-    agent = join_group(
-        store, "worker0", 0, None, certified_options(certificates) if how == "certified" else tcp_options()
-    )
+    agent = join_group(store, "worker0", 0, None, options_of(kinds[0], certificates))
     try:
-        with pytest.raises(InsecureTransport, match=r"dangerously_unencrypted_tcp.*every worker"):
-            join_group(store, "worker1", 1, None, tcp_options(dangerously_unencrypted_tcp=True))
-        assert [i.name for i in agent.get_worker_infos()] == ["worker0"]
+        with pytest.raises(RpcError, match=told):
+            join_group(store, "worker1", 1, None, options_of(kinds[1], certificates))
+        eventually(lambda: re.search(f"'worker1' could not join.*{told}", caplog.text), "a warning")
+        with pytest.raises(InsecureTransport, match=told):
+            call(agent, "worker1")
+        assert [info.name for info in agent.get_worker_infos()] == ["worker0"]
+        good = join_group(store, "worker1", 1, None, options_of(kinds[0], certificates))
+        assert call(agent, "worker1") == 2
+        good.close()
     finally:
         agent.close()
 
 
-@pytest.mark.parametrize("how", ["self-signed", "certified"])
-def test_workers_with_and_without_certificates_do_not_mix(certificates: Path, how: str) -> None:
-    ours, theirs = tcp_options(init_timeout_s=5), certified_options(certificates, init_timeout_s=5)
-    if how == "certified":
-        ours, theirs = theirs, ours
-    store = dist.HashStore()
-    agent = join_group(store, "worker0", 0, None, ours)
-    try:
-        with pytest.raises(RpcError):
-            join_and_call(store, theirs)
-    finally:
-        agent.close()
+@pytest.mark.parametrize("how", ["tcp", "mac"])
+@pytest.mark.parametrize("wrong", ["secret", "for another", "no card", "cut"])
+def test_a_notice_that_is_none_changes_nothing(
+    how: str, wrong: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for group in closing(Grow(how)):
+        me = group.agents[0].links.me.card.to_json()
+        to = {**me, "incarnation": "another"} if wrong == "for another" else me
+        key = b"" if wrong == "secret" else group.key
+        own = {} if wrong == "no card" else card(name="worker3", id=3)
+        with socket.create_connection(me["tcp"], 5) as sock:
+            if wrong == "cut":
+                sock.sendall(handshake.NOTICE[:20])
+            else:
+                handshake.send_notice(sock, key, own, to, "lies", time.monotonic() + 5)
+            sock.shutdown(socket.SHUT_WR)
+            assert is_hung_up_on(sock)
+        assert "could not join" not in caplog.text
+        group.works_and_grows()
 
 
 # -- one who knows the secret, and says nonsense at the door

@@ -27,14 +27,15 @@ from farstep.compat.internal import (
 )
 from farstep.compat.unsupported import PROFILER, TORCHSCRIPT, unsupported, unsupported_class
 from farstep.compat.utils import _group_membership_management, _update_group_membership
-from farstep.errors import NotInitialized, RpcError
+from farstep.errors import NotInitialized, RpcError, RpcTimeout
 from farstep.rpc import gather
 from farstep.rpc.agent import Agent
 from farstep.rpc.api import get_rpc_timeout, get_worker_info, remote, rpc_async, rpc_sync
 from farstep.rpc.api import thread_local as _thread_local_var
 from farstep.rpc.api import wait_all_calls as _wait_all
 from farstep.rpc.current import current_agent, default_agent, find_agent, set_default_agent
-from farstep.rpc.group import release_references
+from farstep.rpc.departure import why_shut_down
+from farstep.rpc.group import RREF_PATIENCE_S, Ending, release_references
 from farstep.rpc.membership import WorkerInfo
 from farstep.rpc.rref import RRef
 
@@ -195,7 +196,8 @@ def _wait_for(agent: Agent, states: AllGatherStates, names: set[str], timeout_s:
             n for n in names - states.gathered_objects.keys() if not agent.is_present(agent.peer(n).id)
         )
         if lost:
-            raise RpcError(f"_all_gather cannot complete: {', '.join(lost)} left or was lost")
+            reasons = "; ".join(str(agent.peer(n).lost_error()) for n in lost)
+            raise RpcError(f"_all_gather cannot complete: {reasons}")
         if deadline is not None and time.monotonic() >= deadline:
             missing = sorted(names - states.gathered_objects.keys())
             raise RpcError(
@@ -231,26 +233,32 @@ def _barrier(worker_names: Any) -> None:
 
 
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """Wait until every worker has come here."""
-    _all_gather(None, timeout=timeout)
+    """Wait until every worker has come here. Unlike torch's, it does not wait for those that are lost."""
+    try:
+        gather.all_gather(_require_agent(), None, None, max(0.0, timeout), "wait_all_workers")
+    except RpcTimeout as exc:
+        raise RpcError(f"timed out in _all_gather after {timeout:.2f} seconds. {exc}") from exc
 
 
 def _delete_all_user_and_unforked_owner_rrefs(timeout: Any = None) -> None:
-    release_references(current_agent())
+    release_references(current_agent(), RREF_PATIENCE_S if timeout is None else timeout)
 
 
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     """torch.distributed.rpc.shutdown."""
     agent = _require_agent()
     leaks: list[str] = []
+    end = Ending(timeout)
+    why = why_shut_down()
     try:
         if graceful:
-            _wait_all_workers(timeout)
-            _delete_all_user_and_unforked_owner_rrefs()
+            _wait_all_workers(end.left(DEFAULT_SHUTDOWN_TIMEOUT))
+            _delete_all_user_and_unforked_owner_rrefs(end.left(RREF_PATIENCE_S))
             leaks = agent.rrefs.leaks()
-            gather.join(agent, timeout)
+            gather.join(agent, end.left(0.0))
+            why = None
     finally:
-        agent.close()
+        agent.close(end.left_to_close(), why)
         if default_agent() is agent:
             set_default_agent(None)
     if leaks and not _ignore_rref_leak:

@@ -75,8 +75,8 @@ from farstep.errors import RpcError
 from farstep.rpc.agent import Agent as RpcAgent
 from farstep.rpc.api import next_store
 from farstep.rpc.api import set_rpc_timeout as _set_rpc_timeout
-from farstep.rpc.membership import create_store
 from farstep.rpc.options import DEFAULT_RPC_TIMEOUT_S, UNSET_RPC_TIMEOUT, RpcOptions
+from farstep.rpc.rendezvous import create_store
 from farstep.rpc.stores import Store
 from farstep.rpc.torch_options import RpcBackendOptions, TensorPipeRpcBackendOptions
 
@@ -148,7 +148,7 @@ def init_rpc(
     store = create_store(
         rpc_backend_options.init_method, rank, world_size, max(timeout_s, DEFAULT_RPC_TIMEOUT_S)
     )
-    _init_rpc_backend(backend, next_store(store), name, rank, world_size, rpc_backend_options)
+    _init_rpc_backend(backend, next_store(store, world_size), name, rank, world_size, rpc_backend_options)
 
 
 def _infer_backend(given: Any) -> Any:

@@ -52,6 +52,8 @@ __all__ = ["Agent"]
 
 log = logging.getLogger("farstep.rpc")
 CONTROL_TIMEOUT_S = 30.0
+MIN_CLOSE_S = 0.05
+"""Threads that wait need a moment to end; those that run a called function are left alone after it."""
 MANY_CALLS = 8
 """With more calls than this under way to one peer, small asynchronous ones wait for others to leave with."""
 CORK_CALLS = 64
@@ -504,26 +506,44 @@ class Agent:
             "agent.bytes_received": sum(p.receiver.received_bytes for p in peers if p.receiver),
         }
 
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Leave the group now: say goodbye, fail what is pending, stop every thread."""
-        if self.closed:
-            return
-        self.closed = True
-        self.links.close()
+    def close(self, timeout_s: float = 5.0, why: str | None = None) -> None:
+        """Leave the group now: say goodbye, fail what is pending, stop every thread.
+
+        It takes at most about `timeout_s`, also where a function that a peer called runs on. `why` tells the peers
+        why this worker leaves, if not because all have finished.
+        """
+        if not self.closed:
+            self.closed = True
+            deadline = time.monotonic() + timeout_s
+            self.links.close(deadline, why)
+            self._stop(deadline)
+
+    def end_with_process(self, why: str, timeout_s: float) -> None:
+        """The same at the end of a process that has not shut down. See [Note: the first to end]."""
+        if not self.closed:
+            self.closed = True
+            deadline = time.monotonic() + timeout_s
+            self.links.announce_end(deadline, why)
+            self._stop(deadline)
+            self.links.leave_to_kernel()
+
+    def _stop(self, deadline: float) -> None:
+        """Fail what is pending and end the threads."""
         self._abandon_calls()
         self._deadlines.close()
         self.rrefs.clear()
         if self._extension is not None:
             self._extension.close()
-        stuck, left_over = self.reactor.close(timeout_s)
+        stuck, left_over = self.reactor.close(max(MIN_CLOSE_S, deadline - time.monotonic()))
         self._finish_left_over(left_over)
         self.settlement.finish()
         self._abandon_calls()  # those made while it closed
-        if stuck:
+        running = self.service.functions_running() if stuck else []
+        if running:
             log.warning(
-                "worker %r has shut down, but %d of its threads still run functions that peers called",
+                "worker %r has shut down, but its threads still run functions that peers called: %s",
                 self.info.name,
-                stuck,
+                ", ".join(running),
             )
 
 

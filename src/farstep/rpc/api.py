@@ -15,8 +15,9 @@ from farstep.rpc import gather
 from farstep.rpc.agent import Agent, Target
 from farstep.rpc.current import current_agent, default_agent, find_agent, set_default_agent
 from farstep.rpc.group import join_group, leave_group
-from farstep.rpc.membership import WorkerInfo, create_store
+from farstep.rpc.membership import WorkerInfo
 from farstep.rpc.options import UNSET_RPC_TIMEOUT, RpcOptions
+from farstep.rpc.rendezvous import create_store
 from farstep.rpc.rref import RRef
 from farstep.rpc.stores import PrefixStore, Store
 
@@ -64,7 +65,7 @@ def init_rpc(
     rank = _resolve_rank(rank, world_size)
     WorkerInfo(name, rank)  # a name that cannot be is refused before anyone is waited for
     store = create_store(options.init_method, rank, world_size, options.init_deadline_s)
-    start(next_store(store), name, rank, world_size, options)
+    start(next_store(store, world_size), name, rank, world_size, options)
 
 
 def _resolve_rank(rank: int, world_size: int | None) -> int:
@@ -77,9 +78,14 @@ def _resolve_rank(rank: int, world_size: int | None) -> int:
     return rank
 
 
-def next_store(store: Store) -> Store:
-    """Keep the keys of each init_rpc of a process apart, and apart from a process group's."""
+def next_store(store: Store, world_size: int | None) -> Store:
+    """Keep the keys of each init_rpc of a process apart, and apart from a process group's.
+
+    A group that workers join and leave has one set of keys: a worker may come again after others have come once.
+    """
     global _inits
+    if world_size is None:
+        return PrefixStore("farstep_rpc_open", store)
     with _init_lock:
         number, _inits = _inits, _inits + 1
     return PrefixStore(f"farstep_rpc_{number}", store)

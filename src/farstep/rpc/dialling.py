@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from farstep.errors import AuthenticationError, InsecureTransport, ProtocolError, RpcTimeout
+from farstep.errors import AuthenticationError, InsecureTransport, ProtocolError, RpcError, RpcTimeout
 from farstep.rpc import handshake, tls
 from farstep.rpc.listener import keep_alive
 from farstep.rpc.membership import Card
@@ -21,10 +21,9 @@ from farstep.rpc.tls import Credentials
 __all__ = ["Dialler", "Unreachable", "check_introduction"]
 
 RETRY_S: Final = 0.05
+NOTICE_S: Final = 1.0
 ATTEMPTS: Final = 2
 """At least so many: this process may itself have been stopped in the middle of the first."""
-
-ENCRYPT_ALIKE: Final = "set dangerously_unencrypted_tcp to the same value on every worker, or on none"
 
 
 class Unreachable(Exception):
@@ -74,11 +73,40 @@ class Dialler:
         if (peer.certificate is None) != (self._credentials is None):
             plain, other = (peer, self._me) if peer.certificate is None else (self._me, peer)
             raise InsecureTransport(
-                f"worker {plain.name!r} does not encrypt what it sends by TCP (dangerously_unencrypted_tcp), and "
-                f"{other.name!r} does: {ENCRYPT_ALIKE}"
+                f"worker {other.name!r} has TLS, and {plain.name!r} has not (dangerously_unencrypted_tcp): "
+                f"{handshake.ENCRYPT_ALIKE}"
+            )
+        if peer.has_authority != self._me.has_authority:
+            given, other = (peer, self._me) if peer.has_authority else (self._me, peer)
+            raise InsecureTransport(
+                f"worker {given.name!r} has certificates of an authority (tls_cert, tls_key, tls_ca), and {other.name!r} "
+                f"has not: give them to every worker, or to none"
             )
 
-    def connect(self, peer: Card) -> socket.socket:
+    def tell(self, peer: Card, why: str) -> None:
+        """Tell a worker why this one can't talk to it, if that can be told. See [Note: no common way]."""
+        if peer.tcp is None or not self._key or self._shares_host(peer):
+            return
+        deadline = time.monotonic() + NOTICE_S
+        with contextlib.suppress(OSError), socket.create_connection(peer.tcp, NOTICE_S) as sock:
+            handshake.send_notice(sock, self._key, self._me.to_json(), peer.to_json(), why, deadline)
+            sock.shutdown(socket.SHUT_WR)
+            sock.settimeout(NOTICE_S)
+            while sock.recv(4096):  # until it has hung up, or what it has not read would be lost
+                pass
+
+    def answers(self, peer: Card) -> bool:
+        """Ask whether a worker is still there. False only where nobody answers at its address, or another worker does."""
+        try:
+            self.check_reachable(peer)
+            self.connect(peer, is_question=True).close()
+        except Unreachable:
+            return False
+        except RpcError:
+            pass  # somebody is there
+        return True
+
+    def connect(self, peer: Card, *, is_question: bool = False) -> socket.socket:
         """A connection on which both have introduced themselves. A door that is too full is tried again.
 
         Unreachable where the peer is gone. AuthenticationError, ProtocolError or RpcTimeout where somebody is there and the
@@ -87,7 +115,7 @@ class Dialler:
         patience_until = time.monotonic() + handshake.TIMEOUT_S
         for attempt in itertools.count(1):
             try:
-                return self._try(peer)
+                return self._try(peer, is_question)
             except (EOFError, ssl.SSLEOFError, ConnectionResetError, BlockingIOError) as exc:
                 error: Exception = exc.with_traceback(None)
                 if attempt >= ATTEMPTS and time.monotonic() + RETRY_S > patience_until:
@@ -98,10 +126,7 @@ class Dialler:
                     f"worker {self._me.name!r} dialled {peer.name!r} at {where}: {exc}"
                 ) from exc.__cause__
             except ssl.SSLError as exc:
-                raise AuthenticationError(
-                    f"TLS with worker {peer.name!r} at {peer.tcp} failed: {exc}. Do both have certificates that the other's "
-                    f"authority (tls_ca) has signed and that are valid now, or neither?"
-                ) from exc
+                raise AuthenticationError(self._tls_failure(peer, exc)) from exc
             except _NoAnswer as exc:
                 error = exc.with_traceback(None)
                 if attempt >= ATTEMPTS:
@@ -117,10 +142,25 @@ class Dialler:
             time.sleep(RETRY_S)
         raise Unreachable("it cannot be reached")  # pragma: no cover
 
+    def _tls_failure(self, peer: Card, exc: ssl.SSLError) -> str:
+        me = self._me.name
+        if isinstance(exc, ssl.SSLCertVerificationError):
+            what = f"worker {me!r} does not accept the certificate of {peer.name!r} ({exc.verify_message})"
+        elif "ALERT" in (exc.reason or ""):
+            what = f"worker {peer.name!r} does not accept the certificate of {me!r} ({exc.reason})"
+        elif exc.reason == "WRONG_VERSION_NUMBER":
+            return f"worker {me!r} has TLS, and what answers for {peer.name!r} has not; {handshake.ENCRYPT_ALIKE}"
+        else:
+            what = f"TLS between {me!r} and {peer.name!r} failed ({exc})"
+        return (
+            f"{what}. Each needs a certificate (tls_cert) that is valid now and that the authority in the other's tls_ca has "
+            f"signed"
+        )
+
     def _shares_host(self, peer: Card) -> bool:
         return self._me.host == peer.host and peer.unix is not None
 
-    def _try(self, peer: Card) -> socket.socket:
+    def _try(self, peer: Card, is_question: bool) -> socket.socket:
         sock: socket.socket
         if self._shares_host(peer):
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -131,7 +171,7 @@ class Dialler:
         try:
             sock.connect(peer.unix if sock.family == socket.AF_UNIX else peer.tcp)  # type: ignore[arg-type]
             try:
-                return self._introduce(sock, peer)
+                return self._introduce(sock, peer, is_question)
             except TimeoutError as exc:
                 raise _NoAnswer(str(exc)) from exc
         except BaseException:
@@ -139,7 +179,7 @@ class Dialler:
                 sock.close()
             raise
 
-    def _introduce(self, sock: socket.socket, peer: Card) -> socket.socket:
+    def _introduce(self, sock: socket.socket, peer: Card, is_question: bool) -> socket.socket:
         """On a connection that its host has accepted."""
         deadline = time.monotonic() + handshake.TIMEOUT_S
         if sock.family == socket.AF_UNIX:
@@ -150,7 +190,8 @@ class Dialler:
                 sock = tls.dial(sock, self._credentials, deadline)
         try:
             seen = tls.fingerprint_met(sock)
-            met = handshake.dial(sock, self._key, self._me.to_json(), peer.to_json(), deadline, seen=seen)
+            me, to = self._me.to_json(), peer.to_json()
+            met = handshake.dial(sock, self._key, me, to, deadline, seen=seen, is_question=is_question)
             self._compare(peer, met, seen)
         except BaseException:
             with contextlib.suppress(OSError):

@@ -41,6 +41,8 @@ MISSING = "Missing:"
 KEPT_FAILURES = 16
 MAX_LED = 4096
 """With more gatherings than this under way at a leader, no member may wait in more than an eighth of them."""
+MAX_NAMED = 5
+"""An error message names so many calls of each kind."""
 ASK_AFTER = 0.9
 """A gathering waits for this part of its time; the rest is for asking the leader who is missing."""
 
@@ -291,7 +293,8 @@ def join(agent: Agent, timeout_s: float) -> None:
         left = _left(deadline)
         if left is not None and left <= 0:
             raise ShutdownTimeout(
-                f"worker {agent.info.name!r}: calls were still under way after {timeout_s:g} s: {agent.tally}"
+                f"worker {agent.info.name!r}: calls were still under way after {timeout_s:.3g} s: "
+                f"{_under_way(agent)}"
             )
         try:
             parts = all_gather(agent, agent.tally.totals(), None, left or 0.0, "join")
@@ -307,6 +310,21 @@ def join(agent: Agent, timeout_s: float) -> None:
         if now == before and (now[0] == now[1] or some_are_gone):
             return
         before = now
+
+
+def _under_way(agent: Agent) -> str:
+    """The calls that this worker waits for, and those that it runs. For error messages."""
+    calls = [f"{c.what} on {p.name!r}" for p in agent.links.peers() for c in list(p.calls.values())]
+    parts = []
+    for what, items, count in (
+        ("has no answer yet to", calls, len(calls)),
+        ("still runs", agent.service.functions_running(), agent.tally.serving),
+    ):
+        if count:
+            more = [f"{count - MAX_NAMED} more"] if count > MAX_NAMED else []
+            named = ", ".join(items[:MAX_NAMED] + more) or f"{count} calls"
+            parts.append(f"{agent.info.name!r} {what} {named}")
+    return "; ".join(parts) or f"another call has ended on {agent.info.name!r} only now"
 
 
 def _left(deadline: float | None) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import multiprocessing.util
 import os
 import sys
 import threading
@@ -15,15 +16,20 @@ from collections.abc import Iterator, Sequence
 from farstep.errors import RpcError, RpcTimeout, ShutdownTimeout
 from farstep.rpc import current, gather
 from farstep.rpc.agent import Agent
+from farstep.rpc.departure import why_process_ends, why_shut_down
 from farstep.rpc.membership import WorkerInfo
 from farstep.rpc.options import RpcOptions
 from farstep.rpc.peer import PeerState
+from farstep.rpc.rounds import tell_failure
 from farstep.rpc.stores import HashStore, PrefixStore, Store
 
 __all__ = ["join_group", "leave_group", "local_agents"]
 
 log = logging.getLogger("farstep.rpc")
 RREF_PATIENCE_S = 10.0
+CLOSE_S = 0.5
+"""So much of a shutdown's timeout is kept for closing, and a tenth of it at most."""
+EXIT_S = 1.0
 _live: weakref.WeakSet[Agent] = weakref.WeakSet()
 
 
@@ -38,16 +44,16 @@ def join_group(
         agent = Agent(WorkerInfo(name, rank), options)
     except BaseException as exc:
         if world_size is not None:  # the others wait for it: tell them why it does not come
-            with contextlib.suppress(RuntimeError, OSError):
-                store.compare_set("failed", "", f"{name!r} gave up: {exc}")
+            tell_failure(store, name, rank, exc)
         raise
     if world_size is None:
         agent.rrefs.count_from_anywhere()
+    _end_with_process()
     _live.add(agent)  # before it is called, which may be before this worker has heard that all have joined
     try:
         agent.links.join(store, world_size, options.init_deadline_s)
     except BaseException:
-        agent.close()
+        agent.close(why=why_shut_down())
         _live.discard(agent)
         raise
     if options.switch_interval_s is not None:
@@ -58,14 +64,16 @@ def join_group(
 def leave_group(agent: Agent, *, graceful: bool = True, timeout_s: float = 0.0) -> None:
     """Shut an agent down. Graceful: when all workers are here and nothing is under way. 0 waits while all are alive.
 
-    Whatever happens the agent is closed afterwards; ShutdownTimeout says who was missing.
+    Whatever happens the agent is closed afterwards; ShutdownTimeout says who was missing, or what still ran.
     """
+    end = Ending(timeout_s)
+    why = why_shut_down()
     try:
         if graceful:
-            deadline = time.monotonic() + timeout_s if timeout_s else None
-            gather.join(agent, timeout_s)
-            release_references(agent, _left(deadline, RREF_PATIENCE_S))
-            gather.join(agent, _left(deadline, 0.0))
+            gather.join(agent, end.left(0.0))
+            release_references(agent, end.left(RREF_PATIENCE_S))
+            gather.join(agent, end.left(0.0))
+            why = None
             lost = [p.name for p in agent.links.peers() if p.state is PeerState.LOST]
             if lost:
                 log.warning("worker %r shuts down without %s, lost before", agent.info.name, ", ".join(lost))
@@ -74,12 +82,25 @@ def leave_group(agent: Agent, *, graceful: bool = True, timeout_s: float = 0.0) 
             raise
         raise ShutdownTimeout(str(exc)) from exc
     finally:
-        agent.close()
+        agent.close(end.left_to_close(), why)
         _live.discard(agent)
 
 
-def _left(deadline: float | None, otherwise: float) -> float:
-    return otherwise if deadline is None else max(0.001, deadline - time.monotonic())
+class Ending:
+    """How long the steps of a shutdown may take, so that all of it ends within its timeout."""
+
+    def __init__(self, timeout_s: float) -> None:
+        """0 sets no limit to the waits for others."""
+        self._end = time.monotonic() + timeout_s if timeout_s else None
+        self._waits_end = None if self._end is None else self._end - min(CLOSE_S, timeout_s / 10)
+
+    def left(self, without_limit: float) -> float:
+        """For a step that waits for others; `without_limit` where the shutdown has no timeout."""
+        return without_limit if self._waits_end is None else max(0.001, self._waits_end - time.monotonic())
+
+    def left_to_close(self) -> float:
+        """For closing, which comes last."""
+        return CLOSE_S * 10 if self._end is None else max(0.0, self._end - time.monotonic())
 
 
 def release_references(agent: Agent, patience_s: float = RREF_PATIENCE_S) -> None:
@@ -123,10 +144,26 @@ def local_agents(
                 agent.close()
 
 
+def _end_with_process() -> None:
+    """See that the agents of this process tell their peers when it ends, however it was started.
+
+    A child process of multiprocessing runs its finalizers while the exception that ends it unwinds, and may run nothing after
+    them; other processes run what is registered with atexit.
+    """
+    global _registered
+    if _registered != os.getpid():
+        _registered = os.getpid()
+        multiprocessing.util.Finalize(None, _close_all_at_exit, exitpriority=0)
+
+
+_registered = -1
+
+
 def _close_all_at_exit() -> None:
+    why = why_process_ends()
     for agent in list(_live):
         with contextlib.suppress(RpcError):
-            agent.close(timeout_s=1.0)
+            agent.end_with_process(why, EXIT_S)
 
 
 def _pin_shared_memory() -> None:

@@ -17,6 +17,10 @@ certificate that it met in TLS; the answer has the listener's card and the finge
 what it knows. Somebody in between has to show a certificate of its own, so the fingerprints differ; a card in the rendezvous store
 that was changed differs from the card of the worker that answers.
 
+[Note: no common way] Workers whose cards say that one has TLS and the other has not never begin a handshake, and neither changes its ways for the
+other: there is nothing to be downgraded. The one that came later ends with an error. To the other it sends a notice, unencrypted and
+with a proof of its own kind, which can lead to a warning and an error message there and to nothing else.
+
 Without TLS (`dangerously_unencrypted_tcp`) the challenges give the connection a key as well, and every record
 after the handshake is authenticated with it (records.py).
 """
@@ -37,12 +41,29 @@ from typing import Any, Final
 
 from farstep.errors import AuthenticationError, ProtocolError
 
-__all__ = ["TIMEOUT_S", "Introduction", "Met", "accept", "check_uid", "dial", "group_key"]
+__all__ = [
+    "TIMEOUT_S",
+    "Introduction",
+    "Met",
+    "Notice",
+    "accept",
+    "check_uid",
+    "dial",
+    "group_key",
+    "read_notice",
+    "send_notice",
+]
 
 TIMEOUT_S: Final = 10.0
 """A peer that has not introduced itself by then is hung up on."""
 
 GREETING: Final = b"farstep\x02"
+NOTICE: Final = b"farstep: no way to talk to you".ljust(32, b"\0")
+"""Stands in place of a dialler's challenge where it only says why it can't talk to this worker. See [Note: no common way]."""
+
+TLS_HELLO: Final = b"\x16\x03"
+"""How every TLS connection begins."""
+
 CHALLENGE_BYTES: Final = 32
 PROOF_BYTES: Final = 32
 MAX_IDENTITY_BYTES: Final = 16 << 10
@@ -51,6 +72,7 @@ _LENGTH: Final = struct.Struct("<I")
 REFUSAL: Final = bytes(PROOF_BYTES + _LENGTH.size)
 """What a dialler hears whose proof is wrong; an answer that is right never looks like it."""
 
+ENCRYPT_ALIKE: Final = "set dangerously_unencrypted_tcp to the same value on every worker, or on none"
 Card = dict[str, Any]
 
 
@@ -83,11 +105,19 @@ def check_uid(sock: socket.socket) -> None:
 
 
 def dial(
-    sock: socket.socket, key: bytes, me: Card, to: Card, deadline: float, *, seen: str | None = None
+    sock: socket.socket,
+    key: bytes,
+    me: Card,
+    to: Card,
+    deadline: float,
+    *,
+    seen: str | None = None,
+    is_question: bool = False,
 ) -> Met:
     """Introduce this worker on a connection that it dialled; say who answered.
 
-    `to` is the card of the worker that is meant, `seen` the fingerprint of the certificate that was met.
+    `to` is the card of the worker that is meant, `seen` the fingerprint of the certificate that was met. `is_question`: it only
+    asks whether that worker is there, and hangs up.
     ConnectionRefusedError where the listener is of the group and refuses, AuthenticationError where it is not, or finds
     that somebody is in between.
     """
@@ -96,7 +126,7 @@ def dial(
         raise ProtocolError("what answers there is not a farstep worker, or one of another version")
     theirs = greeting[len(GREETING) :]
     mine = secrets.token_bytes(CHALLENGE_BYTES)
-    said = json.dumps({"card": me, "to": to, "seen": seen}).encode()
+    said = json.dumps({"card": me, "to": to, "seen": seen, "question": is_question}).encode()
     proof = _prove(key, b"dialler", theirs, mine, said)
     _send(sock, mine + proof + _LENGTH.pack(len(said)) + said, deadline)
     answer = _recv_exactly(sock, PROOF_BYTES + _LENGTH.size, deadline)
@@ -115,6 +145,16 @@ def dial(
     return Met(heard.get("card", {}), heard.get("seen"), _prove(key, b"frames", mine, theirs, said, reply))
 
 
+class Notice(Exception):
+    """A member of the group says why it can't talk to this worker. See [Note: no common way]."""
+
+    def __init__(self, card: Any, to: str, why: str) -> None:
+        super().__init__(why)
+        self.card = card
+        self.to = to
+        self.why = why
+
+
 class Introduction:
     """The listener's side, in two steps, so that the listener can look at who came before it answers.
 
@@ -128,6 +168,10 @@ class Introduction:
         self._mine = secrets.token_bytes(CHALLENGE_BYTES)
         _send(sock, GREETING + self._mine, deadline)
         head = _recv_exactly(sock, CHALLENGE_BYTES + PROOF_BYTES + _LENGTH.size, deadline)
+        if head.startswith(TLS_HELLO):
+            raise ProtocolError(f"the peer has TLS, and this worker has not; {ENCRYPT_ALIKE}")
+        if head.startswith(NOTICE):
+            raise _rest_of_notice(sock, key, head, deadline)
         self._theirs = head[:CHALLENGE_BYTES]
         proof = head[CHALLENGE_BYTES : CHALLENGE_BYTES + PROOF_BYTES]
         self._said = _recv_exactly(sock, _bounded(head[-_LENGTH.size :]), deadline)
@@ -138,6 +182,7 @@ class Introduction:
         self.card: Any = heard.get("card")
         self.to: Any = heard.get("to")
         self.seen: Any = heard.get("seen")
+        self.is_question = heard.get("question") is True
 
     def welcome(self, card: Card, seen: str | None) -> bytes:
         """Let the dialler in; returns the key of the connection's records."""
@@ -155,8 +200,40 @@ class Introduction:
         return reply
 
 
+def send_notice(sock: socket.socket, key: bytes, me: Card, to: Card, why: str, deadline: float) -> None:
+    """Tell a worker why this one can't talk to it. Nothing but that can follow on the connection."""
+    said = json.dumps({"card": me, "to": to["incarnation"], "why": why[:MAX_REASON_CHARS]}).encode()
+    proof = _prove(key, b"notice", said)
+    _send(sock, NOTICE + proof + _LENGTH.pack(len(said)) + said, deadline)
+
+
+def read_notice(sock: socket.socket, key: bytes, deadline: float) -> Notice:
+    """What a peer says that does not begin TLS, to a listener that has it. ProtocolError where it is no notice."""
+    head = b""
+    while len(head) < len(NOTICE):  # whoever says something else is hung up on at once
+        head += _recv_exactly(sock, 1, deadline)
+        if not NOTICE.startswith(head):
+            raise ProtocolError(f"this worker has TLS, and the peer has not; {ENCRYPT_ALIKE}")
+    head += _recv_exactly(sock, PROOF_BYTES + _LENGTH.size, deadline)
+    return _rest_of_notice(sock, key, head, deadline)
+
+
+def _rest_of_notice(sock: socket.socket, key: bytes, head: bytes, deadline: float) -> Notice:
+    said = _recv_exactly(sock, _bounded(head[-_LENGTH.size :]), deadline)
+    proof = head[CHALLENGE_BYTES : CHALLENGE_BYTES + PROOF_BYTES]
+    if not key or not hmac.compare_digest(proof, _prove(key, b"notice", said)):
+        raise AuthenticationError("a peer does not hold the shared secret")
+    heard = _parse(said)
+    if type(heard.get("to")) is not str or type(heard.get("why")) is not str:
+        raise ProtocolError("a peer's notice says nothing, or to nobody")
+    return Notice(heard.get("card"), heard["to"], heard["why"][:MAX_REASON_CHARS])
+
+
 def accept(sock: socket.socket, key: bytes, deadline: float) -> Introduction:
-    """Hear who dialled. AuthenticationError, ProtocolError, EOFError or OSError where that is nobody of ours."""
+    """Hear who dialled. AuthenticationError, ProtocolError, EOFError or OSError where that is nobody of ours.
+
+    Raises a `Notice` where it is a member that can't talk to this worker.
+    """
     return Introduction(sock, key, deadline)
 
 

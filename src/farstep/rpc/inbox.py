@@ -395,7 +395,7 @@ class Inbox:
             heard = partial(self._agent.links.heard_lost, peer, name, incarnation, reason)
             self._add_job(message, heard, arrivals)
         elif kind == Kind.GOODBYE:
-            self._agent.links.left(peer)
+            self._agent.links.left(peer, *(message.head or ("", False)))
         elif kind == Kind.EXTENSION:
             if message.call_id:
                 self._agent.tally.receive()

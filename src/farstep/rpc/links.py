@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -30,15 +31,17 @@ from farstep.errors import (
     UnknownWorker,
     WorkerLost,
 )
-from farstep.rpc import handshake
+from farstep.rpc import handshake, joining
 from farstep.rpc.connection import Receiver
 from farstep.rpc.dialling import Dialler, Unreachable, check_introduction
 from farstep.rpc.gather import Gatherings
 from farstep.rpc.listener import Listener, keep_alive
-from farstep.rpc.membership import Card, Roster, WorkerInfo, host_key
+from farstep.rpc.membership import Card, OpenRoster, WorkerInfo, host_key
 from farstep.rpc.peer import Attempt, Peer, PeerState, SelfPeer
 from farstep.rpc.receive_pool import ReceivePool
 from farstep.rpc.records import MacSocket
+from farstep.rpc.rendezvous import AskedStore
+from farstep.rpc.rounds import Rounds
 from farstep.rpc.schema import MAX_REASON_CHARS
 from farstep.rpc.sender import Sender
 from farstep.rpc.shm import Lender, SharedBudget
@@ -55,6 +58,12 @@ log = logging.getLogger("farstep.rpc")
 ROOMY: Final = 4
 """With a core for every worker that has something to do, looking for a reply takes nothing from anyone."""
 CORES: Final = os.cpu_count() or 1
+GOODBYE_S: Final = 1.0
+"""For how long a peer that does not read may hold up a goodbye."""
+MAX_FORMER: Final = 10_000
+"""So many incarnations that others have replaced are remembered, to be refused."""
+ENDING_S: Final = 10.0
+"""A process that was about to end and has not ended by then is given up."""
 LostCallback = Callable[[WorkerInfo, str], None]
 
 
@@ -76,13 +85,18 @@ class Links:
         self._by_name: dict[str, Peer] = {}
         self._lost_callbacks: list[LostCallback] = []
         self._gone_callbacks: dict[int, list[Callable[[], None]]] = {}
-        self._roster: Roster | None = None
+        self._store: Store | None = None
+        self.roster: OpenRoster | None = None
+        self._former: deque[str] = deque(maxlen=MAX_FORMER)
         self.is_open = False
         self._has_joined = False
         self._leaving = False
         self._closed = False
         self.gatherings = Gatherings(agent)
-        self._listener = Listener(agent.info.name, options, self._key, credentials, self._admit)
+        self.refused = joining.Refused(self)
+        self._listener = Listener(
+            agent.info.name, options, self._key, credentials, self._admit, self.refused.hear
+        )
         card = Card(
             name=agent.info.name,
             id=agent.info.id,
@@ -91,8 +105,9 @@ class Links:
             unix=self._listener.unix_path,
             tcp=self._listener.tcp_address,
             certificate=None if credentials is None else credentials.fingerprint,
+            has_authority=credentials is not None and bool(options.tls_cert),
         )
-        self._dialler = Dialler(card, self._key, credentials, options.heartbeat_s, lambda: self._closed)
+        self.dialler = Dialler(card, self._key, credentials, options.heartbeat_s, lambda: self._closed)
         self.me = SelfPeer(agent, card, agent.inbox.deliver_to_self)
         self._enter(self.me)
 
@@ -106,58 +121,45 @@ class Links:
     def join(self, store: Store, world_size: int | None, timeout_s: float) -> None:
         """Meet the others. Peers may call this worker from the moment its card is in the store."""
         self.is_open = world_size is None
-        self._roster = Roster(store, self.me.card, world_size)
+        self._store = store  # rank 0 may serve it, for as long as it is kept
+        asked = AskedStore(store, self.me.name)
         for sock in self._listener.sockets:
             self._agent.reactor.watch(sock.fileno(), lambda sock=sock: self._knock(sock))  # type: ignore[misc]
-        cards = self._roster.join(timeout_s)
-        for card in cards:
-            self._learn(card)
-        deadline = time.monotonic() + timeout_s
-        try:
-            others = [peer for peer in self.peers() if not peer.is_self]
-            for peer in others:
-                self._dialler.check_reachable(peer.card)
-            if self.is_open:
-                for peer in others:
-                    with contextlib.suppress(WorkerLost):
-                        self.dial(peer, deadline)
-            else:
-                self._watch_next(deadline)
-                self._roster.settle(deadline, self._first_lost)
-        except WorkerLost as exc:  # perhaps because it has given up before
-            failure = self._roster.first_failure()
-            self._roster.fail(exc)
-            if failure is not None:
-                raise RpcError(f"worker {self.me.name!r} cannot finish init_rpc: {failure}") from exc
-            raise
-        except BaseException as exc:
-            self._roster.fail(exc)
-            raise
+        if world_size is None:
+            self.roster = OpenRoster(asked, self.me.card, self.dialler.answers)
+            joining.join_open(self, self.roster, timeout_s)
+        else:
+            joining.meet(self, Rounds(asked, self.me.card, world_size, self.dialler.answers), timeout_s)
         self._has_joined = True
 
-    def _first_lost(self) -> str | None:
-        lost = [p for p in self.peers() if p.state is not PeerState.PRESENT]
-        return str(lost[0].lost_error()) if lost else None
-
-    def _learn(self, card: Card) -> Peer:
+    def learn(self, card: Card) -> Peer:
         """A card, from the store or from an introduction. The first one of an incarnation counts."""
         with self._lock:
             known = self._by_id.get(card.id) or self._by_name.get(card.name)
             if known is not None and known.card.incarnation == card.incarnation:
                 return known
+            if card.incarnation in self._former:
+                raise UnknownWorker(_former(card))
             if known is not None and known.state is PeerState.PRESENT:
                 raise DuplicateName(
                     f"{card.name!r} (rank {card.id}) is not unique: {known.name!r} has that name or rank"
                 )
+            if known is not None:
+                self._former.append(known.card.incarnation)
             peer = Peer(self._agent, card)
             self._by_id[card.id] = peer
             self._by_name[card.name] = peer
+            self.refused.forget(card)
             return peer
 
     def is_present(self, worker_id: int) -> bool:
         """As far as is known here; asks nobody."""
         peer = self._by_id.get(worker_id)
         return peer is not None and peer.state is PeerState.PRESENT
+
+    def incarnation_of(self, worker_id: int) -> str | None:
+        peer = self._by_id.get(worker_id)
+        return None if peer is None else peer.card.incarnation
 
     def has(self, name: str) -> bool:
         """Whether a worker of that name is here, as far as is known."""
@@ -192,11 +194,12 @@ class Links:
         return peer
 
     def _look_again(self, table: dict[Any, Peer], key: str | int) -> Peer | None:
-        if not self.is_open or self._roster is None or self._closed:
+        if not self.is_open or self.roster is None or self._closed:
             return None
-        for card in self._roster.new_cards():
-            with contextlib.suppress(DuplicateName):
-                self._learn(card)
+        self.refused.check(key)
+        for card in self.roster.new_cards():
+            with contextlib.suppress(DuplicateName, UnknownWorker):
+                self.learn(card)
         return table.get(key)
 
     # -- connections
@@ -226,11 +229,11 @@ class Links:
                 return peer.sender
             if peer.state is not PeerState.PRESENT:
                 raise peer.lost_error()
-            self._dialler.check_reachable(peer.card)
+            self.dialler.check_reachable(peer.card)
             try:
-                sock = self._dialler.connect(peer.card)
+                sock = self.dialler.connect(peer.card)
             except Unreachable as exc:
-                self.lose(peer, str(exc))
+                self.lose(peer, f"{exc}{peer.hearsay}")
                 raise peer.lost_error() from exc
             options = self._agent.options
             sender = Sender(sock, options.max_frame_bytes, options.max_bytes_per_peer // 4)
@@ -271,6 +274,10 @@ class Links:
     def _admit(self, sock: socket.socket, introduction: handshake.Introduction) -> None:
         """A peer has passed the handshake: take its connection, if it is one of the group."""
         card = check_introduction(introduction, self.me.card, sock)
+        if introduction.is_question:  # whether this worker is still there: see [Note: taking over]
+            introduction.welcome(self.me.card.to_json(), fingerprint_met(sock))
+            sock.close()
+            return
         try:
             peer = self._await_card(card)
             with self._lock:
@@ -311,13 +318,31 @@ class Links:
     def _await_card(self, card: Card) -> Peer:
         """In a group of known size a peer may knock before this worker has read the cards."""
         if self.is_open:
-            return self._checked(self._learn(card), card)
+            self._make_room(card)
+            return self._checked(self.learn(card), card)
         deadline = time.monotonic() + handshake.TIMEOUT_S
         while (peer := self._by_id.get(card.id)) is None and time.monotonic() < deadline and not self._closed:
             time.sleep(0.005)
+        if peer is not None and peer.name == card.name and peer.card.incarnation != card.incarnation:
+            raise UnknownWorker(_former(card))
         if peer is None or peer.card.incarnation != card.incarnation or peer.is_self:
             raise UnknownWorker(f"{card.name!r} (rank {card.id}) is not of this group")
         return self._checked(peer, card)
+
+    def _make_room(self, card: Card) -> None:
+        """A newcomer has the name or rank of a worker that is known here: see whether that one is still there."""
+        with self._lock:
+            known = [self._by_id.get(card.id), self._by_name.get(card.name)]
+        for peer in known:
+            if (
+                peer is not None
+                and not peer.is_self
+                and peer.state is PeerState.PRESENT
+                and peer.card.incarnation != card.incarnation
+                and card.incarnation not in self._former
+                and not self.dialler.answers(peer.card)
+            ):
+                self.lose(peer, f"it no longer answers, and {card.name!r} has come in its place")
 
     @staticmethod
     def _checked(peer: Peer, card: Card) -> Peer:
@@ -360,13 +385,22 @@ class Links:
 
     def lose(self, peer: Peer, reason: str) -> None:
         """This worker noticed that a peer is gone."""
+        reason = peer.ending or reason
         if self._end(peer, PeerState.LOST, reason) and not peer.is_accused:
             log.warning("worker %r lost %r: %s", self.me.name, peer.name, reason)
             self._agent.submit(0, lambda: self._spread(peer, reason))
 
-    def left(self, peer: Peer) -> None:
-        """A peer said goodbye. On the reader's thread: what follows is a job."""
-        if self._mark(peer, PeerState.LEFT, "it has shut down and left the group"):
+    def left(self, peer: Peer, why: str, process_ends: bool) -> None:
+        """A peer said goodbye. On the reader's thread: what follows is a job.
+
+        Where its process is about to end it is lost when that has ended. See [Note: the first to end].
+        """
+        if process_ends:
+            peer.ending = why
+            timer = threading.Timer(ENDING_S, lambda: self.lose(peer, why))
+            timer.daemon = True
+            timer.start()
+        elif self._mark(peer, PeerState.LEFT, why or "it has shut down and left the group"):
             self._agent.submit(0, lambda: self._clear_up(peer))
 
     def heard_lost(self, teller: Peer, name: str, incarnation: str, reason: str) -> None:
@@ -385,13 +419,14 @@ class Links:
         ):
             return
         peer.is_accused = True  # what this dial finds is no news to the others
+        peer.hearsay = f"; worker {teller.name!r} says that {reason}"
         try:
             self.dial(peer, self._agent.soon())
         except RpcError:
             log.warning(
                 "worker %r heard from %r that %r is lost: %s", self.me.name, teller.name, name, reason
             )
-            self._watch_next(self._agent.soon())
+            self.watch_next(self._agent.soon())
         finally:
             peer.is_accused = False
 
@@ -430,8 +465,9 @@ class Links:
                 self._agent.submit(0, lambda: self._mark_gone(peer))
 
     def _mark_gone(self, peer: Peer) -> None:
-        if self._roster is not None:
-            self._roster.mark_gone(peer.card.incarnation)
+        """Free a lost worker's name and rank. One that still answers keeps them: it may be this worker that is cut off."""
+        if self.roster is not None and not self.dialler.answers(peer.card):
+            self.roster.mark_gone(peer.card.incarnation)
 
     def _hang_up(self, peer: Peer) -> None:
         sender, receiver = peer.sender, peer.receiver
@@ -459,9 +495,9 @@ class Links:
                     peer.post(Kind.LOST, 0, head, deadline=time.monotonic() + 5.0, soon=True)
                 except RpcError:
                     continue
-        self._watch_next(self._agent.soon())
+        self.watch_next(self._agent.soon())
 
-    def _watch_next(self, deadline: float) -> None:
+    def watch_next(self, deadline: float) -> None:
         """Keep a connection to the next worker in rank that is there."""
         peers = self.peers()
         at = peers.index(self.me)
@@ -487,27 +523,42 @@ class Links:
                 return
         callback()
 
-    def close(self) -> None:
+    def close(self, deadline: float, why: str | None) -> None:
         """Say goodbye to everyone and close every connection."""
-        with self._lock:
-            self._leaving = True  # from here on, nobody else's end is news
-        peers = self.peers()
-        for peer in peers:
-            if (peer.sender or peer.receiver) and peer.state is PeerState.PRESENT:
-                with contextlib.suppress(RpcError, OSError):
-                    peer.post(Kind.GOODBYE, 0, None, deadline=time.monotonic() + 1.0)
-        with self._lock:
-            self._closed = True
-        if self._roster is not None:
-            self._roster.mark_gone(self.me.card.incarnation)
-        for sock in self._listener.sockets:
-            self._agent.reactor.forget(sock.fileno())
-        self._listener.close()
-        for peer in peers:
+        self._say_goodbye(deadline, None if why is None else (why, False))
+        for peer in self.peers():
             self._hang_up(peer)
             if peer.state is PeerState.PRESENT:
                 peer.state = PeerState.LEFT
                 peer.reason = f"{self.me.name!r} has shut down"
+
+    def announce_end(self, deadline: float, why: str) -> None:
+        """Tell everyone why this process is about to end."""
+        self._say_goodbye(deadline, (why, True))
+
+    def _say_goodbye(self, deadline: float, head: tuple[str, bool] | None) -> None:
+        with self._lock:
+            self._leaving = True  # from here on, nobody else's end is news
+        for peer in self.peers():
+            if (peer.sender or peer.receiver) and peer.state is PeerState.PRESENT:
+                patience_s = max(GOODBYE_S / 20, min(GOODBYE_S, deadline - time.monotonic()))
+                with contextlib.suppress(RpcError, OSError):
+                    peer.post(Kind.GOODBYE, 0, head, deadline=time.monotonic() + patience_s)
+        with self._lock:
+            self._closed = True
+        if self.roster is not None:
+            self.roster.mark_gone(self.me.card.incarnation)
+        for sock in self._listener.sockets:
+            self._agent.reactor.forget(sock.fileno())
+        self._listener.close()
+
+    def leave_to_kernel(self) -> None:
+        """Leave the connections open, for the kernel to close when this process has ended."""
+        for peer in self.peers():
+            for end in (peer.sender, peer.receiver):
+                if end is not None:
+                    with contextlib.suppress(OSError):
+                        end.sock.detach()
 
     def after_fork(self) -> None:
         """In a child process: these connections are the parent's. Close the copies, quietly."""
@@ -517,6 +568,13 @@ class Links:
                     with contextlib.suppress(OSError):
                         _detach(end.sock)
         self._listener.after_fork()
+
+
+def _former(card: Card) -> str:
+    return (
+        f"this worker {card.name!r} (rank {card.id}) is of an earlier incarnation: the group has counted it as gone, and "
+        f"another has come in its place. End this process; it can only join anew"
+    )
 
 
 def _detach(sock: socket.socket) -> None:

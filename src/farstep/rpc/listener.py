@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import socket
+import ssl
 import tempfile
 import threading
 import time
@@ -37,11 +38,18 @@ class Listener:
     """Accepts connections and puts each through the handshake, on a thread of its own, under a deadline."""
 
     def __init__(
-        self, worker: str, options: RpcOptions, key: bytes, credentials: Credentials | None, admit: Admit
+        self,
+        worker: str,
+        options: RpcOptions,
+        key: bytes,
+        credentials: Credentials | None,
+        admit: Admit,
+        on_notice: Callable[[handshake.Notice], None],
     ) -> None:
         self._worker = worker
         self._key = key
         self._admit = admit
+        self._on_notice = on_notice
         self._credentials = credentials
         self._refusals = RareLog(log)
         self._strangers: dict[socket.socket, None] = {}  # the oldest first
@@ -135,11 +143,16 @@ class Listener:
             else:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 if isinstance(sock, TlsReceiver):
+                    if sock.first_byte(deadline) not in (handshake.TLS_HELLO[:1], b""):
+                        raise handshake.read_notice(sock.without_tls(), self._key, deadline)
                     sock.do_handshake(deadline)
             self._admit(sock, handshake.accept(sock, self._key, deadline))
+        except handshake.Notice as notice:
+            sock.close()
+            self._on_notice(notice)
         except Exception as exc:  # a stranger may send anything
             if not self._closed:
-                text = str(exc)[:MAX_LOG_CHARS]
+                text = _plainly(exc)[:MAX_LOG_CHARS]
                 self._refusals.warning(
                     type(exc).__name__,
                     "worker %r refused a connection from %s: %s",
@@ -170,6 +183,21 @@ class Listener:
         for sock in [*self.sockets, *self._strangers]:
             with contextlib.suppress(OSError):
                 os.close(sock.detach())
+
+
+def _plainly(exc: Exception) -> str:
+    """What went wrong at the door. OpenSSL has its own words for it."""
+    if isinstance(exc, ssl.SSLCertVerificationError):
+        return (
+            f"the peer's certificate is not accepted here ({exc.verify_message}): it must be valid now, and signed by the "
+            f"authority in tls_ca"
+        )
+    if isinstance(exc, ssl.SSLError) and "ALERT" in (exc.reason or ""):
+        return (
+            f"the peer does not accept this worker's certificate ({exc.reason}): it must be valid now, and signed by the "
+            f"authority in the peer's tls_ca"
+        )
+    return str(exc)
 
 
 def _name(sock: socket.socket) -> str:

@@ -89,6 +89,8 @@ class Peer:
         self.is_arriving = False
         self.is_cleared = False  # it is gone, and all that it ever sent has been read
         self.is_accused = False
+        self.hearsay = ""  # what another worker says about its loss
+        self.ending = ""  # why its process is about to end, as it said itself
         self.attempt: Attempt | None = None
         self.lender: Lender | None = None
         self.borrower = Borrower(agent.options.shared_memory_bytes)

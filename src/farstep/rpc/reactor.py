@@ -105,6 +105,11 @@ class Reactor:
     def thread_count(self) -> int:
         return len(self._threads)
 
+    def thread_ids(self) -> set[int | None]:
+        """The identifiers of its threads, as `threading.get_ident` gives them."""
+        with self._lock:
+            return {thread.ident for thread in self._threads}
+
     # -- descriptors ---------------------------------------------------------------------------------
 
     def watch(

@@ -162,6 +162,7 @@ class RRef(Generic[T]):
     ) -> RRef[T]:
         self._agent = agent
         self._owner = owner
+        self._incarnation = agent.links.incarnation_of(owner.id)
         self._id = id
         self._kept = None
         self._fork = fork
@@ -229,6 +230,10 @@ class RRef(Generic[T]):
     def _check_usable(self, what: str) -> None:
         if self._deleted:
             raise RRefError(f"{self} has been deleted by shutdown. Cannot call {what} on it after deletion.")
+        if self._incarnation != self._agent.links.incarnation_of(self._owner.id):
+            raise RRefError(
+                f"{self} is of an earlier incarnation of worker {self._owner.name!r}: its value was lost with that one"
+            )
         if self._not_created is not None:
             raise RRefError(
                 f"RRef creation via rpc.remote() timed out, so its value may not exist on {self._owner.name!r}: "

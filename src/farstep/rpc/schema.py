@@ -175,7 +175,16 @@ def _is_gather(head: Any) -> bool:
 
 
 def _is_lost(head: Any) -> bool:
-    return is_tuple_of(head, is_text, is_text, lambda reason: is_text(reason, MAX_REASON_CHARS))
+    return is_tuple_of(head, is_text, is_text, _is_reason)
+
+
+def _is_goodbye(head: Any) -> bool:
+    """None, or (why it leaves, whether its process is about to end)."""
+    return head is None or is_tuple_of(head, _is_reason, lambda ends: type(ends) is bool)
+
+
+def _is_reason(value: Any) -> bool:
+    return is_text(value, MAX_REASON_CHARS)
 
 
 _HEADS: Final[dict[int, Callable[[Any], bool]]] = {
@@ -188,7 +197,7 @@ _HEADS: Final[dict[int, Callable[[Any], bool]]] = {
     int(Kind.RELEASE): _is_release,
     int(Kind.GATHER): _is_gather,
     int(Kind.LOST): _is_lost,
-    int(Kind.GOODBYE): _is_nothing,
+    int(Kind.GOODBYE): _is_goodbye,
 }
 """All but EXTENSION, whose heads the layer above knows."""
 

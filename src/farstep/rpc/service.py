@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 import traceback
 from collections.abc import Callable
 from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -123,6 +125,19 @@ class Service:
             result.add_done_callback(partial(self._conclude_future, message, kept))
         else:
             self._conclude(message, kept, result, None)
+
+    def functions_running(self) -> list[str]:
+        """The functions that this worker's threads run for peers now, and for whom. For error messages."""
+        threads = self._agent.reactor.thread_ids()
+        found = []
+        for id, frame in sys._current_frames().items():
+            at: FrameType | None = frame if id in threads else None
+            while at is not None:
+                if at.f_code is Service._serve_now.__code__ and at.f_locals.get("function") is not None:
+                    caller = at.f_locals["message"].peer.name
+                    found.append(f"{describe_function(at.f_locals['function'])} called by {caller!r}")
+                at = at.f_back
+        return sorted(found)
 
     def _find(self, module: str, qualname: str) -> Any:
         try:

@@ -154,6 +154,17 @@ class TlsReceiver(RecordSocket):
         self._outgoing = ssl.MemoryBIO()
         self._tls = credentials.listening.wrap_bio(self._incoming, self._outgoing, server_side=True)
         self._buffer = memoryview(b"")
+        self._is_plain = False
+
+    def first_byte(self, deadline: float) -> bytes:
+        """The first byte that the peer sent, before TLS; it stays to be read."""
+        self._wait_at_most(deadline)
+        return super().recv(1, socket.MSG_PEEK)
+
+    def without_tls(self) -> TlsReceiver:
+        """Read what a peer says that does not begin TLS."""
+        self._is_plain = True
+        return self
 
     def do_handshake(self, deadline: float) -> None:
         """Agree on keys. ssl.SSLError, EOFError or OSError where that fails, TimeoutError where it takes too long."""
@@ -220,6 +231,8 @@ class TlsReceiver(RecordSocket):
 
     def recv(self, bufsize: int, flags: int = 0) -> bytes:
         """For the handshake, which takes a little at a time."""
+        if self._is_plain:
+            return super().recv(bufsize, flags)
         data = bytearray(bufsize)
         while True:
             try:

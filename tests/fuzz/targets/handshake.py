@@ -18,9 +18,9 @@ from farstep.rpc.membership import Card
 
 NAME = "handshake"
 KEY = b"k" * 32
-ME = Card("worker0", 0, "incarnation", "host", None, ("127.0.0.1", 9), "f" * 64)
-PEER = Card("worker1", 1, "other", "host", None, ("127.0.0.1", 10), "e" * 64)
-PROMISED = (AuthenticationError, ProtocolError, EOFError, OSError)
+ME = Card("worker0", 0, "incarnation", "host", None, ("127.0.0.1", 9), "f" * 64, False)
+PEER = Card("worker1", 1, "other", "host", None, ("127.0.0.1", 10), "e" * 64, False)
+PROMISED = (AuthenticationError, ProtocolError, EOFError, OSError, handshake.Notice)
 
 values = st.recursive(
     st.none()
