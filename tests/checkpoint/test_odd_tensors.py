@@ -103,7 +103,7 @@ def test_saving_names_the_place(kind: str, save: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ODD.keys() - {"meta"})  # which gets memory
+@pytest.mark.parametrize("kind", [kind for kind in ODD if kind != "meta"])  # which gets memory
 def test_loading_names_the_place(kind: str, tmp_path: Path) -> None:
     checkpoint.save({"app": {"w": torch.full((3,), 7.0)}}, tmp_path)
     with pytest.raises(CheckpointError, match=r"'app.w'"):
