@@ -27,7 +27,7 @@ from farstep.compat.internal import (
 )
 from farstep.compat.unsupported import PROFILER, TORCHSCRIPT, unsupported, unsupported_class
 from farstep.compat.utils import _group_membership_management, _update_group_membership
-from farstep.errors import NotInitialized, RpcError, RpcTimeout
+from farstep.errors import NotInitialized, RpcError, WorkerLost
 from farstep.rpc import gather
 from farstep.rpc.agent import Agent
 from farstep.rpc.api import get_rpc_timeout, get_worker_info, remote, rpc_async, rpc_sync
@@ -37,6 +37,7 @@ from farstep.rpc.current import current_agent, default_agent, find_agent, set_de
 from farstep.rpc.departure import why_shut_down
 from farstep.rpc.group import RREF_PATIENCE_S, Ending, release_references
 from farstep.rpc.membership import WorkerInfo
+from farstep.rpc.peer import PeerState
 from farstep.rpc.rref import RRef
 
 __all__ = [
@@ -58,6 +59,8 @@ __all__ = [
 logger = logging.getLogger("farstep.rpc")
 PyRRef = RRef
 _LOOK_S = 0.2
+_shutting_down = threading.local()
+"""Its `end` says how long the steps of the `shutdown` that this thread is in may take."""
 _ignore_rref_leak = True
 _default_pickler: Any = _internal_rpc_pickler
 _RE_EXPORTED = (PythonUDF, _group_membership_management, _update_group_membership)
@@ -161,15 +164,32 @@ def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> No
 
 def _all_gather(obj: Any, worker_names: Any = None, timeout: float = UNSET_RPC_TIMEOUT) -> dict[str, Any]:
     """torch's two phases: all send to the worker with the smallest name, which then sends all to all."""
+    return _gather(obj, worker_names, timeout, skip_lost=False)
+
+
+def _gather(obj: Any, worker_names: Any, timeout: float, *, skip_lost: bool) -> dict[str, Any]:
+    """With `skip_lost` it goes on without those who are lost, under another leader where need be."""
     agent = _require_agent()
     names = set(worker_names) if worker_names else {p.name for p in agent.links.peers()}
-    leader, me = min(names), agent.info.name
     gatherings = _gatherings()
     with gatherings.lock:
         label = ",".join(sorted(names))
         number = gatherings.numbers.get(label, 0)
         gatherings.numbers[label] = number + 1
-    sequence_id = f"{label}/{number}"
+    while True:
+        leader = min(names - _lost(agent, names) if skip_lost else names)
+        try:
+            return _gather_at(leader, f"{label}/{number}/{leader}", obj, names, timeout, skip_lost)
+        except WorkerLost:
+            if not skip_lost or not _lost(agent, {leader}):
+                raise
+
+
+def _gather_at(
+    leader: str, sequence_id: str, obj: Any, names: set[str], timeout: float, skip_lost: bool
+) -> dict[str, Any]:
+    agent, gatherings = current_agent(), _gatherings()
+    me = agent.info.name
     no_limit = timeout in (UNSET_RPC_TIMEOUT, DEFAULT_SHUTDOWN_TIMEOUT)
     rpc_timeout = agent.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else timeout
     if me == leader:
@@ -178,35 +198,44 @@ def _all_gather(obj: Any, worker_names: Any = None, timeout: float = UNSET_RPC_T
         rpc_sync(leader, _gather_to_leader, args=(sequence_id, me, obj, names), timeout=rpc_timeout)
     with gatherings.lock:
         states = gatherings.states[sequence_id]
-    _wait_for(agent, states, names, None if no_limit else timeout)
+    awaited = names if me == leader or not skip_lost else {leader}
+    _wait_for(agent, states, awaited, None if no_limit else timeout, skip_lost and me == leader)
     if me == leader:
-        _send_to_followers(sequence_id, states.gathered_objects, names - {leader}, rpc_timeout)
+        followers = names - {leader} - (_lost(agent, names) if skip_lost else set())
+        _send_to_followers(sequence_id, states.gathered_objects, followers, rpc_timeout, skip_lost)
     with gatherings.lock:
         gatherings.states.pop(sequence_id, None)
     return states.gathered_objects
 
 
-def _wait_for(agent: Agent, states: AllGatherStates, names: set[str], timeout_s: float | None) -> None:
+def _lost(agent: Agent, names: set[str]) -> set[str]:
+    return {name for name in names if not agent.is_present(agent.peer(name).id)}
+
+
+def _wait_for(
+    agent: Agent, states: AllGatherStates, names: set[str], timeout_s: float | None, skip_lost: bool
+) -> None:
     """Unlike torch's, this wait ends when someone who should come is lost."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     while not states.proceed_signal.wait(
         _LOOK_S if deadline is None else min(_LOOK_S, max(0.0, deadline - time.monotonic()))
     ):
-        lost = sorted(
-            n for n in names - states.gathered_objects.keys() if not agent.is_present(agent.peer(n).id)
-        )
-        if lost:
-            reasons = "; ".join(str(agent.peer(n).lost_error()) for n in lost)
-            raise RpcError(f"_all_gather cannot complete: {reasons}")
+        missing = names - states.gathered_objects.keys()
+        lost = _lost(agent, missing)
+        if lost and skip_lost and lost == missing:
+            return
+        if lost and not skip_lost:
+            errors = [agent.peer(name).lost_error() for name in sorted(lost)]
+            reasons = "; ".join(map(str, errors))
+            raise WorkerLost(errors[0].worker, f"_all_gather cannot complete: {reasons}")
         if deadline is not None and time.monotonic() >= deadline:
-            missing = sorted(names - states.gathered_objects.keys())
             raise RpcError(
-                f"timed out in _all_gather after {timeout_s:.2f} seconds. Missing: {', '.join(missing)}"
+                f"timed out in _all_gather after {timeout_s:.2f} seconds. Missing: {', '.join(sorted(missing))}"
             )
 
 
 def _send_to_followers(
-    sequence_id: str, objects: dict[str, Any], followers: set[str], rpc_timeout: float
+    sequence_id: str, objects: dict[str, Any], followers: set[str], rpc_timeout: float, skip_lost: bool
 ) -> None:
     futures = {
         name: rpc_async(name, _broadcast_to_followers, args=(sequence_id, objects), timeout=rpc_timeout)
@@ -217,7 +246,9 @@ def _send_to_followers(
         try:
             future.wait()
         except RuntimeError as exc:
-            errors.append((name, exc))
+            has_died = current_agent().peer(name).state is PeerState.LOST
+            if not (skip_lost and has_died and isinstance(exc, WorkerLost)):
+                errors.append((name, exc))
     if errors:
         raise RpcError(
             f"Followers {[name for name, _ in errors]} timed out in _all_gather after {rpc_timeout:.2f} seconds. "
@@ -234,14 +265,13 @@ def _barrier(worker_names: Any) -> None:
 
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     """Wait until every worker has come here. Unlike torch's, it does not wait for those that are lost."""
-    try:
-        gather.all_gather(_require_agent(), None, None, max(0.0, timeout), "wait_all_workers")
-    except RpcTimeout as exc:
-        raise RpcError(f"timed out in _all_gather after {timeout:.2f} seconds. {exc}") from exc
+    _gather(None, None, timeout, skip_lost=True)
 
 
 def _delete_all_user_and_unforked_owner_rrefs(timeout: Any = None) -> None:
-    release_references(current_agent(), RREF_PATIENCE_S if timeout is None else timeout)
+    end: Ending | None = getattr(_shutting_down, "end", None)
+    patience_s = RREF_PATIENCE_S if end is None else end.left(RREF_PATIENCE_S)
+    release_references(current_agent(), patience_s if timeout is None else timeout)
 
 
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
@@ -253,11 +283,13 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     try:
         if graceful:
             _wait_all_workers(end.left(DEFAULT_SHUTDOWN_TIMEOUT))
-            _delete_all_user_and_unforked_owner_rrefs(end.left(RREF_PATIENCE_S))
+            _shutting_down.end = end
+            _delete_all_user_and_unforked_owner_rrefs()
             leaks = agent.rrefs.leaks()
             gather.join(agent, end.left(0.0))
             why = None
     finally:
+        _shutting_down.end = None
         agent.close(end.left_to_close(), why)
         if default_agent() is agent:
             set_default_agent(None)
