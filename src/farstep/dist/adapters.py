@@ -68,7 +68,8 @@ def break_group(group: dist.ProcessGroup) -> None:
     gloo closes all connections of a group when a receive times out, and that is its only way to end a
     collective. Other backends have `abort`.
     """
-    if _has_gloo(group):
+    backend = dist.get_backend(group)  # what waited may destroy the group as soon as it is broken
+    if "gloo" in backend:
         for peer in _peers(group):
             try:
                 work = dist.irecv(torch.zeros(1), group=group, group_src=peer, tag=_BREAK_TAG)
@@ -77,7 +78,7 @@ def break_group(group: dist.ProcessGroup) -> None:
             except RuntimeError as exc:
                 if "timed out" in str(exc).lower():
                     break  # all connections are closed now; else only this one was
-    if dist.get_backend(group) != "gloo":
+    if backend != "gloo":
         with suppress(AttributeError, RuntimeError):
             group.abort()
 

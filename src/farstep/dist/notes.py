@@ -107,7 +107,9 @@ class Board:
 
     def _opened(self) -> Store | None:
         if self._own is None and self._shared is not None:
-            self._own = connected_anew(self._shared)
+            shared, self._shared = self._shared, None  # tried once: to connect to a host that is gone takes long
+            shared.check([_key(0)])  # raises at once if the process that serves the store has ended
+            self._own = connected_anew(shared)
             self._own.set_timeout(_STORE_TIMEOUT)
         return self._own
 
