@@ -37,5 +37,5 @@ def init_state(optimizer: Optimizer, sparse_grad_parameters: Collection[torch.Te
         named: dict[str, Any] = dict(optimizer.params)
         optimizer.init_state({name for name, p in named.items() if id(p) in sparse})
         return
-    for parameter, state in fresh_states(optimizer, sparse).items():
+    for parameter, state in fresh_states(optimizer, sparse, with_empty=False).items():
         optimizer.state[parameter] = state

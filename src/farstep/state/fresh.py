@@ -36,16 +36,18 @@ from farstep.state.stateful import has_stateful, is_stateful, saved_form
 __all__ = ["FreshObjects", "fresh_states"]
 
 
-def fresh_states(optimizer: Optimizer, sparse: frozenset[int] = frozenset()) -> dict[torch.Tensor, State]:
-    """The state of each parameter that has none, is trained and has elements. `sparse`: the ids of those whose gradients are. Changes nothing.
+def fresh_states(
+    optimizer: Optimizer, sparse: frozenset[int] = frozenset(), *, with_empty: bool = True
+) -> dict[torch.Tensor, State]:
+    """The state of each parameter that has none and is trained. `sparse`: the ids of those whose gradients are. Changes nothing.
 
-    What FSDP has no elements of on this rank gets no gradient, so that a step makes no state for it either.
+    Without `with_empty`, parameters without elements get none: of what FSDP has no elements on this rank there is no gradient either.
     """
     wanted = [
         (group, p)
         for group in optimizer.param_groups
         for p in group["params"]
-        if p.requires_grad and p.numel() and not optimizer.state.get(p)
+        if p.requires_grad and (with_empty or p.numel()) and not optimizer.state.get(p)
     ]
     if not is_torchs(optimizer):
         return _tried(optimizer, [p for _, p in wanted], sparse) if wanted else {}

@@ -114,7 +114,9 @@ def _load_alone(model: nn.Module, stand_in: Optimizer, state: Any, strict: bool,
         )
     roster = roster_of(model, stand_in, group)
     names = Translation(roster)
-    given = given_alone(numbers_named(state, roster.order), names, names.is_known, group)
+    given = given_alone(
+        numbers_named(state, roster.order, roster.check_is_whole), names, names.is_known, group
+    )
     loading = Loading(roster, given, group)
     loading.prepare(strict, is_complete=True)
     for here, there in transfers(loading.sources, loading.targets, loading.cast, BUDGET_BYTES):

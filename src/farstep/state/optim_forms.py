@@ -129,13 +129,16 @@ def _numbered(why: str) -> StateMismatch:
     )
 
 
-def numbers_named(given: Any, order: Callable[[], list[list[str]]]) -> Any:
+def numbers_named(
+    given: Any, order: Callable[[], list[list[str]]], check: Callable[[str, Mapping[str, Any]], None]
+) -> Any:
     """A state by the numbers of parameters, as `optimizer.state_dict()` has it, by names. Any other state as it is.
 
-    `order` gives the names in the groups of the optimizer that is to load it. Raises StateMismatch where the groups do not match.
+    `order` gives the names in the groups of the optimizer that is to load it. Raises StateMismatch where the groups do not match, and what
+    `check` raises for a parameter's name and state.
     """
     if isinstance(given, list | tuple):
-        return [numbers_named(each, order) for each in given]
+        return [numbers_named(each, order, check) for each in given]
     if not isinstance(given, Mapping) or not isinstance(given.get("state"), Mapping):
         return given
     groups = _checked_groups(given.get("param_groups"))
@@ -158,6 +161,8 @@ def numbers_named(given: Any, order: Callable[[], list[list[str]]]) -> Any:
     if strange:
         raise _numbered(f"it has state for parameter {strange[0]}, and the optimizer has {len(names)}")
     found = {**given, "state": {names[key]: values for key, values in given["state"].items()}}
+    for name, values in found["state"].items():
+        check(name, values)
     if groups is not None:
         found["param_groups"] = [
             {**group, "params": [names[key] for key in group["params"]]} for group in groups

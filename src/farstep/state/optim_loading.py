@@ -67,7 +67,7 @@ def load(
                 roster = roster_of(model, optim, options.group)
                 selection.narrow(model, roster)
                 if own_rank(options.group) == 0 or not broadcast_from_rank0:
-                    state = numbers_named(state, roster.order)
+                    state = numbers_named(state, roster.order, roster.check_is_whole)
             except Exception as exc:
                 error = exc
         settings = {"strict": strict, "budget_bytes": options.budget_bytes}

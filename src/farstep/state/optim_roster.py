@@ -107,6 +107,19 @@ class Roster:
                 )
         return [group.names for group in self.groups]
 
+    def check_is_whole(self, name: str, state: Any) -> None:
+        """Raise StateMismatch if a state by number is that of one rank's piece of an FSDP parameter, which means nothing on other ranks."""
+        seat = self.seats.get(name)
+        if seat is None or not seat.is_line or not isinstance(state, Mapping):
+            return
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dim() and tuple(value.shape) != seat.shape:
+                raise StateMismatch(
+                    f"this state has numbers where parameters' names are wanted, and {key!r} of parameter {name!r} has shape "
+                    f"{tuple(value.shape)}: it is one rank's part of an FSDP optimizer, by number; nothing has been loaded. "
+                    f"optim_state_dict(model, optim) reads such a state by name"
+                )
+
     @cached_property
     def homes(self) -> dict[str, SeatGroup]:
         """The group of each parameter. Not to be asked before all are seated."""
