@@ -547,14 +547,19 @@ def agents(*trusted: str):
 def _args(name: str, path: Path, table) -> tuple:
     target, save = (str(path), {}), "0123456789abcdef"
     return {
-        "write": (target, save, 1, 2, [("t", table)], 5.0),
-        "stage": ([("t", table)], set(), 5.0),
+        "Look": (),
+        "look": (None, [("t", table)]),
+        "stop_steps": (table, "worker0", 5.0, True),
+        "resume": (table,),
+        "write": (target, save, 1, 2, [("t", table)], None, 5.0),
+        "stage": ([("t", table)], set(), None, 5.0),
         "write_staged": (target, save, 1, 2, table, 5.0),
-        "prepare": (target, save, [("t", table)], True, False, None, True),
+        "prepare": (target, save, [("t", table)], True, False, None, True, 5.0),
         "fill": (table, 5.0),
         "commit": (table,),
+        "abandon": (table,),
         "read_states": (target, save, {}, True, 5.0),
-        "Staged": ({"t": torch.ones(1)}, set()),
+        "Staged": ({"t": torch.ones(1)}, set(), None),
     }[name]
 
 
@@ -576,7 +581,7 @@ def test_an_owner_that_trusts_some_names_does_nothing_for_a_checkpoint(tmp_path,
 
 
 def _write(path: Path | str, table, save: str = "0123456789abcdef", number: int = 1):
-    args = ((str(path), {}), save, number, 2, [("t", table)], 5.0)
+    args = ((str(path), {}), save, number, 2, [("t", table)], None, 5.0)
     return rpc.rpc_sync("worker1", rpc_calls.write, args=args)
 
 
@@ -624,7 +629,7 @@ def test_a_copy_is_not_given_back_twice():
     """Its memory would then be the next copy's too, which may be of another worker's values."""
     with agents("farstep.checkpoint.rpc_calls") as group, speaking_for(group[0]):
         table = rpc.remote("worker1", tensor_of, args=(1.0,))
-        staged = rpc.rpc_sync("worker1", rpc_calls.stage, args=([("t", table)], set(), 5.0))
+        staged = rpc.rpc_sync("worker1", rpc_calls.stage, args=([("t", table)], set(), None, 5.0))
         for name in ("end", "taken", "_end", "_taken"):
             with pytest.raises((Untrusted, AttributeError)):
                 getattr(staged.rpc_sync(), name)()
@@ -640,8 +645,8 @@ def test_an_owner_reads_no_link_for_a_peer(tmp_path):
     save = checkpoint.manifest.Manifest.of(storage_of(path)).save
     with agents("farstep.checkpoint.rpc_calls") as group, speaking_for(group[0]):
         table = rpc.remote("worker1", tensor_of, args=(1.0,))
-        args = ((str(path), {}), save, [("t", table)], True, False, None, True)
-        load, _ = rpc.rpc_sync("worker1", rpc_calls.prepare, args=args)
+        args = ((str(path), {}), save, [("t", table)], True, False, None, True, 5.0)
+        load, _, _ = rpc.rpc_sync("worker1", rpc_calls.prepare, args=args)
         with pytest.raises(DamagedCheckpoint, match="symbolic link"):
             rpc.rpc_sync("worker1", rpc_calls.fill, args=(load, 5.0))
         assert torch.equal(table.to_here(), tensor_of(1.0))
