@@ -1,6 +1,7 @@
 """What the docs say is so: every option is explained, every example that claims to run does, every link leads somewhere."""
 
 import re
+import tomllib
 from dataclasses import fields
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from support.scripts import Scripts
 
 from farstep import autograd, errors, fsdp, optim, state
+from farstep.cli import DESCRIPTION
 from farstep.rpc import RpcOptions
 from farstep.state.optim_roster import Composed, Seated
 
@@ -23,6 +25,13 @@ def examples():
         for match in RUNNABLE.finditer(text):
             line = text[: match.start(1)].count("\n") + 1
             yield pytest.param(match[1], id=f"{page.relative_to(ROOT)}:{line}")
+
+
+def test_readme_command_and_package_describe_farstep_alike():
+    description = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["description"]
+    assert " ".join(DESCRIPTION.split()) == f"{description}."
+    first = (ROOT / "README.md").read_text().split("\n\n")[1]
+    assert " ".join(first.split()) == f"farstep is a{description[1:]}."
 
 
 def test_every_option_is_explained():

@@ -14,7 +14,11 @@ from farstep.cli_checkpoint import add_checkpoint, run_checkpoint
 
 __all__ = ["main"]
 
-DESCRIPTION = "PyTorch models whose parts live in different processes and machines."
+DESCRIPTION = """\
+A PyTorch library for training in several processes, on one machine or many:
+remote calls with gradients, optimizers for sharded and remote parameters, and
+checkpoints that load on any number of ranks.
+"""
 EXAMPLES = """\
 examples:
   farstep demo                         a transformer trained over three workers, in a minute
