@@ -1,4 +1,4 @@
-"""What holds for every test.  The limit of 60 seconds for each is in pyproject.toml."""
+"""What holds for every test.  The limit of time for each is in pyproject.toml."""
 
 import os
 

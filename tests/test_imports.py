@@ -36,7 +36,7 @@ def among(modules: list[str], names: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_heavy_modules_wait_until_they_are_used() -> None:
     done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""farstep: PyTorch models whose parts live in different processes and machines."""
+"""farstep: training in several processes, on top of PyTorch."""
 
 from farstep._version import __version__
 

@@ -11,7 +11,7 @@ __all__ = ["add_checkpoint", "run_checkpoint"]
 
 ABOUT = """\
 Look into checkpoints, verify, compare, convert and redistribute them.
-A PATH is the directory of a checkpoint, or a URL such as s3://bucket/run/step100.
+A PATH is the directory of a checkpoint, or a URL such as s3://bucket/run/step_000000100.
 """
 CODES = """\
 exit codes:

@@ -14,7 +14,7 @@ from farstep.rpc import Agent, RpcOptions
 
 __all__ = ["pytest_runtest_makereport", "speaking_for", "start_workers", "workers"]
 
-OPTIONS = RpcOptions(rpc_timeout=20)
+OPTIONS = RpcOptions(rpc_timeout=60)
 Agents = Callable[[int], list[Agent]]
 
 

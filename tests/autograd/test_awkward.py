@@ -31,7 +31,7 @@ from farstep.rpc.wire import Kind
 
 from .conftest import contexts_on, speaking_for
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 weight = torch.full((2,), 3.0, requires_grad=True)
 
 

@@ -17,7 +17,7 @@ from farstep.rpc import Agent
 
 from .conftest import Agents, contexts_on, nothing_left_on, speaking_for
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 parameters = [torch.linspace(0.5, 2.0, 3, dtype=torch.float64).add(i).requires_grad_() for i in range(3)]
 """One for each worker."""
 

@@ -20,7 +20,7 @@ from .conftest import contexts_on, speaking_for
 from .programs import Key, assert_same, distributed, reference
 
 Workers = Callable[..., Group]
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 parameter = torch.tensor([2.0, 3.0], dtype=torch.float64, requires_grad=True)
 """In each process its own."""
 

@@ -23,7 +23,7 @@ from farstep.checkpoint import LocalDisk, async_save, load, read, release_stagin
 from farstep.checkpoint.manifest import MANIFEST
 from farstep.errors import CheckpointError, NoCheckpoint, StorageFailed
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 
 class Gate(LocalDisk):

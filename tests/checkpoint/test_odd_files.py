@@ -12,7 +12,7 @@ from farstep.checkpoint import LocalDisk, RemoteStorage
 from farstep.checkpoint.manifest import MANIFEST
 from farstep.errors import DamagedCheckpoint, StorageFailed
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture

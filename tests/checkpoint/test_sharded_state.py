@@ -74,7 +74,7 @@ def _loaded(folder: str) -> None:
         same_state(whole_state(each), state)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_on_as_many_ranks_and_on_others(two: Ranks, tmp_path: Path) -> None:
     two.run(_saved, str(tmp_path), timeout_s=55)
     two.run(_loaded, str(tmp_path), timeout_s=55)

@@ -121,7 +121,7 @@ TORCHS_OWN = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_every_name_of_torchs_modules_is_there() -> None:
     done = subprocess.run(
         [sys.executable, "-c", COMPARE, json.dumps(MODULES)], capture_output=True, text=True, timeout=100

@@ -19,7 +19,7 @@ from farstep.optim.local import _all as local_optimizers
 
 from .spread import Spread
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 # -- state and parameters that do not fit each other
 

@@ -158,7 +158,7 @@ def settled(agents: list[Agent]) -> None:
     nothing_left()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_ten_thousand_calls_leave_nothing() -> None:
     with leaves_nothing(), rpc.local_agents(2) as agents:
         all_kinds_of_calls(agents, 5)
@@ -178,7 +178,7 @@ def look(rref: RRef[Any]) -> Any:
     return rref.to_here()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_a_thousand_references_leave_nothing() -> None:
     with leaves_nothing(), rpc.local_agents(3) as agents:
         call(agents[0], "worker1", increment, 1)

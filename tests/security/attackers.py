@@ -25,7 +25,7 @@ from farstep.rpc import Agent, RpcOptions, handshake
 from farstep.rpc.group import join_group
 
 SECRET = "correct horse battery staple"
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def increment(x: int) -> int:

@@ -9,7 +9,7 @@ from farstep.rpc import Agent
 
 __all__ = ["PATIENCE_S", "call", "increment", "inject"]
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def increment(x: int) -> int:

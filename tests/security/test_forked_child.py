@@ -15,7 +15,6 @@ from farstep.errors import NotInitialized, WorkerLost
 from farstep.launch import run_local
 from farstep.launch.local import LocalWorkers, tell
 
-pytestmark = pytest.mark.timeout(60)
 PATIENCE_S = 20.0
 
 

@@ -25,7 +25,7 @@ from farstep.checkpoint.storage import storage_of
 from farstep.checkpoint.tools import diff, reshard, verify
 from farstep.errors import CheckpointError, DamagedCheckpoint, NoCheckpoint, StorageFailed, Untrusted
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.filterwarnings("ignore")]
 
 
 def one(value: float) -> dict:

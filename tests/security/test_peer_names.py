@@ -22,7 +22,7 @@ from farstep.rpc.wire import Kind
 
 from .hostile import ask, heard, is_lost, names, say
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 ANN, BOB, CID, MAL = range(4)
 weight = torch.tensor([2.0, 3.0], requires_grad=True)
 kept: dict[str, Any] = {}

@@ -24,7 +24,7 @@ from farstep.rpc.wire import Kind, frame_bytes
 
 MB = 1 << 20
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def increment(x: int) -> int:

@@ -43,7 +43,7 @@ __all__ = [
     "speaking_for",
 ]
 
-PATIENCE_S = 30.0
+PATIENCE_S = 90.0
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [

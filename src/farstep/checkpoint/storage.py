@@ -135,7 +135,7 @@ def check_size(where: str, nbytes: int, most: int) -> None:
 
 
 def storage_of(path: str | os.PathLike[str] | Storage, options: dict[str, Any] | None = None) -> Storage:
-    """A local directory, or a URL such as `s3://bucket/run/step10` for fsspec, which is given the options; a storage is taken as it is."""
+    """A local directory, or a URL such as `s3://bucket/run/step_000000010` for fsspec, which is given the options; a storage is taken as it is."""
     from farstep.checkpoint.local_disk import LocalDisk
     from farstep.checkpoint.remote import RemoteStorage
 
