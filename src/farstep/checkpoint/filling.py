@@ -32,7 +32,7 @@ from farstep.checkpoint.report import Report
 from farstep.checkpoint.same_content import have_same
 from farstep.checkpoint.storage import Storage
 from farstep.checkpoint.stored_values import memory_for
-from farstep.checkpoint.tree import PerRank, TensorAt, decode, joined, like
+from farstep.checkpoint.tree import PerRank, TensorAt, decode, is_container, joined, like
 from farstep.errors import CheckpointError, CheckpointMismatch, DamagedCheckpoint, LayoutError
 from farstep.state import Box, RankOwned, Shards, shards_of
 from farstep.state.adapters.modules import named_tensors, reshard
@@ -111,7 +111,7 @@ class Filling:
         if strict and report.meta:
             self._problems.append(
                 f"{named(report.meta)} would stay on the meta device, as the checkpoint has nothing for it: give it memory "
-                f"and values first. (Buffers that are not persistent are in no checkpoint.)"
+                f"and values first (buffers that are not persistent are in no checkpoint)"
             )
         if self._impossible:
             self._problems.append(f"numbers do not fit: {listed(self._impossible)}")
@@ -120,7 +120,9 @@ class Filling:
         if self._problems:
             hint = ""
             if strict and (report.missing or report.unexpected or report.reshaped or report.meta):
-                hint = ". strict=False leaves those out; rename= gives others their names"
+                hint = ". strict=False leaves those out"
+            if strict and (report.missing or report.unexpected):
+                hint += "; rename= gives others their names"
             raise CheckpointMismatch(
                 f"{self._storage} does not fit the state: {'; '.join(self._problems)}. Nothing has been changed{hint}"
             )
@@ -155,8 +157,11 @@ class Filling:
         return self._value(value, name)
 
     def _mapping(self, value: Mapping[Any, Any], name: str) -> Any:
-        if name and self.index.take(name) is None and not self.index.below(name):
+        place = self.index.take(name) if name else None
+        if name and place is None and not self.index.below(name):
             return self._miss(value, name)
+        if place is not None and self._has_no_names(value, place, name, "dict"):
+            return value
         around = [each for each in value.values() if isinstance(each, Tensor)]
         for key, each in entries_of(value, self._ranks):
             self._around = around
@@ -166,6 +171,14 @@ class Filling:
         if name:
             self._leave(name)
         return value
+
+    def _has_no_names(self, value: Any, place: Place, name: str, kind: str) -> bool:
+        """Whether the checkpoint has a tensor or another value where the state has names: that is reported."""
+        if is_container(place.node) and not place.is_per_rank:
+            return False
+        there = "a tensor" if place.tensor is not None else "a PerRank" if place.is_per_rank else "a value"
+        self._differs(value, name, f"is a {kind} in the state and {there} in the checkpoint")
+        return True
 
     def _sequence(self, value: Sequence[Any], name: str) -> Any:
         place = self.index.take(name)
@@ -368,8 +381,11 @@ class Filling:
 
     def _module(self, module: nn.Module, name: str) -> None:
         # Of a whole model that was saved, this may be a part: then there are names within this one, and not this one.
-        if name and self.index.take(name) is None and not self.index.below(name):
+        place = self.index.take(name) if name else None
+        if name and place is None and not self.index.below(name):
             self._miss(module, name)
+            return
+        if place is not None and self._has_no_names(module, place, name, "module"):
             return
         self._give_memory(module, name)
         others: dict[str, Any] = {}

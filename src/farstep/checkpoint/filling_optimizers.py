@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farstep.checkpoint.listing import listed
+from farstep.checkpoint.listing import listed, named
 from farstep.checkpoint.manifest import Manifest, TensorInfo
 from farstep.checkpoint.objects import Optimizer, Owner
 from farstep.checkpoint.ranks import Ranks
@@ -62,7 +62,14 @@ class OptimizerFilling:
         """Label -> tensor of the checkpoint."""
 
     def prepare(self, strict: bool, convert_dtype: bool) -> None:
-        saved = self._read(self._renamed(decode(self._place.node, self._place.name, self._ranks.rank)))
+        saved = self._renamed(decode(self._place.node, self._place.name, self._ranks.rank))
+        beside = [joined(self._name, key) for key in saved if key not in ("state", "param_groups")]
+        if beside and strict:
+            raise CheckpointMismatch(
+                f"{self._place.name!r} of {self._storage} does not fit the optimizer, which has no "
+                f"{named(beside)}. Nothing has been changed. strict=False leaves that out"
+            )
+        saved = self._read(saved)
         self.names = list(saved["state"])
         roster = roster_of(self._owner.model, self._optimizer, self._ranks.group)
         translate = Translation(roster)
@@ -81,6 +88,7 @@ class OptimizerFilling:
         if not strict:
             self.missing = [joined(self._name, f"state.{n}") for n in sorted(wanted - given)]
             self.unexpected = [joined(self._name, f"state.{n}") for n in sorted(given - wanted)]
+            self.unexpected += beside
             left = {
                 name
                 for name in wanted & state.keys()
@@ -95,6 +103,7 @@ class OptimizerFilling:
             raise CheckpointMismatch(
                 f"{self._name!r} of {self._storage} does not fit the optimizer: {exc}"
             ) from exc
+        self.unexpected += [joined(self._name, each) for each in sorted(self._loading.left_out)]
         if self._loading.cast and not convert_dtype:
             raise CheckpointMismatch(
                 f"{self._name!r} of {self._storage} does not fit the optimizer: {listed(self._casts())}; convert_dtype=True converts them. Nothing has been changed"
@@ -148,6 +157,7 @@ class OptimizerFilling:
         if self._rename is None:
             return saved
         return {
+            **saved,
             "state": {self._new(name): each for name, each in saved["state"].items()},
             "param_groups": [
                 {**group, "params": [self._new(name) for name in group["params"]]}

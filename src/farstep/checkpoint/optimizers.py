@@ -137,7 +137,13 @@ def _by_names(place: Place, roster: Callable[[], Roster]) -> Any:
         {"dict": {**_named_dict(node, joined(place.name, f"param_groups.{i}")), "params": {"list": [names[n] for n in each["params"]]}}}
         for i, (node, each) in enumerate(zip(inside["param_groups"]["list"], groups, strict=True))
     ]  # fmt: skip
-    return {"dict": {"state": {"dict": state}, "param_groups": {"list": named}}}
+    return {
+        "dict": {
+            **_named_dict(place.node, place.name),
+            "state": {"dict": state},
+            "param_groups": {"list": named},
+        }
+    }
 
 
 def _numbered(place: Place, saved: Sequence[Sequence[int]], here: Sequence[Sequence[str]]) -> dict[int, str]:

@@ -16,7 +16,9 @@ class Report:
     missing: list[str] = field(default_factory=list)
     """In the state, and not in the checkpoint."""
     unexpected: list[str] = field(default_factory=list)
-    """In the checkpoint, and not in the state."""
+    """In the checkpoint, and not in the state: also pieces of an optimizer's state, and options of
+    its groups, that this optimizer does not take.
+    """
     reshaped: list[str] = field(default_factory=list)
     """In both, with different shapes, or a tensor in one and none in the other."""
     unsaved: list[str] = field(default_factory=list)
@@ -31,6 +33,8 @@ class Report:
         return bool(self.missing or self.unexpected or self.reshaped or self.unsaved or self.meta)
 
     def __str__(self) -> str:
+        if not self:
+            return "everything was loaded"
         return "; ".join(
             f"{what}: {found}"
             for what, found in (

@@ -261,7 +261,7 @@ def prepare(
     rename: Rename | None,
     verify: bool,
     timeout_s: float,
-) -> tuple[RRef[_Load], tuple[list[str], list[str], list[str], dict[str, str]], bool]:
+) -> tuple[RRef[_Load], tuple[list[str], list[str], list[str], list[str], dict[str, str]], bool]:
     """Look whether these fit. Nothing is read yet, but for the manifest and the state of
     optimizers. Returns what `fill` and `commit` take, the report, and whether `abandon` has
     anything to do."""
@@ -282,7 +282,7 @@ def prepare(
         raise CheckpointMismatch(
             f"{report.meta[0]!r} would stay on the meta device of worker {current_agent().info.name!r}: give it memory there first"
         )
-    return RRef(load), (report.missing, report.unexpected, report.reshaped, report.differences), load.owners is not None  # fmt: skip
+    return RRef(load), (report.missing, report.unexpected, report.reshaped, report.unsaved, report.differences), load.owners is not None  # fmt: skip
 
 
 def fill(load: RRef[_Load], timeout_s: float) -> None:

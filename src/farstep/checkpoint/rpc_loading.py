@@ -146,10 +146,12 @@ class OwnersLoad:
         if outcome.errors:
             raise self._failure(outcome, "cannot load its part", "Nothing has been changed")
         report = self._filling.report
-        for missing, unexpected, reshaped, differences in (each for _, each, _ in outcome.results.values()):
+        for _, told, _ in outcome.results.values():
+            missing, unexpected, reshaped, unsaved, differences = told
             report.missing += missing
             report.unexpected += unexpected
             report.reshaped += reshaped
+            report.unsaved += unsaved
             report.differences |= differences
 
     def _prepare_optimizer(self, optimizer: DistributedOptimizer, place: Place, name: str) -> None:
@@ -175,6 +177,8 @@ class OwnersLoad:
             plan = optimizer._prepare_load(
                 {"state": read, "param_groups": groups}, self._strict, self._timeout_s
             )
+        if not self._strict:
+            self._filling.report.unexpected += [joined(name, each) for each in plan.left_out]
         self._plans.append((optimizer, plan))
 
     def _saved(self, place: Place, name: str) -> tuple[dict[str, tuple[str, Any]], list[dict[str, Any]]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,6 +41,8 @@ class Plan:
     """By name; RRefs where the state is sharded."""
     kept: set[str]
     """Parameters that keep the state that they have."""
+    left_out: list[str] = field(default_factory=list)
+    """Options that the class does not have, if not strict: `param_groups.1.betas`."""
 
 
 def build(
@@ -89,6 +91,12 @@ def plan_load(
             f"the state has the options {', '.join(foreign)}, which {name_of_class(make)} does not have: it was saved by another optimizer "
             f"class, or another version of it. Nothing has been loaded"
         )
+    left_out = [
+        f"param_groups.{number}.{key}"
+        for number, group in enumerate(saved_groups)
+        for key in group
+        if key in foreign
+    ]
     saved_groups = [
         {key: value for key, value in group.items() if key not in foreign} for group in saved_groups
     ]
@@ -101,6 +109,7 @@ def plan_load(
         [_options_for(number, group, saved_groups, home) for number, group in enumerate(param_groups)],
         {name: states[name] for name in ours if name in states},
         {name for name in ours if name not in home},
+        left_out,
     )
 
 

@@ -17,17 +17,18 @@ from farstep.state.adapters.ranks import Group, own_rank, size_of
 from farstep.state.adapters.values import replicated
 from farstep.state.council import agree
 from farstep.state.fresh import FreshObjects
-from farstep.state.known import NUMBERS, is_extra, is_torchs
+from farstep.state.known import is_extra, is_torchs
 from farstep.state.layout import Spread
 from farstep.state.optim_adopting import as_its_class_has_it, dtype_for, number_for
 from farstep.state.optim_elsewhere import complete
 from farstep.state.optim_entries import Number, copied, label, union
 from farstep.state.optim_forms import numbers_named
 from farstep.state.optim_given import Entry, Given, Owned, Whole, given_to
+from farstep.state.optim_misfits import check_kind, known_entries, odd_classes
 from farstep.state.optim_moving import Options, moved
 from farstep.state.optim_names import Rename, Translation
 from farstep.state.optim_options import check_names, options_for, stepper_of
-from farstep.state.optim_pieces import ADVICE_FOR_EXTRA, KeyCheck, is_known, misfit_of_kind
+from farstep.state.optim_pieces import ADVICE_FOR_EXTRA, KeyCheck
 from farstep.state.optim_profile import Profile
 from farstep.state.optim_roster import Optimizers, Roster, Seated, SeatGroup, roster_of
 from farstep.state.optim_seats import Seat, retyped
@@ -155,6 +156,10 @@ class Loading:
         for slot in self._slots:
             slot.leaves_meta = not in_place
         self._options: list[dict[str, Any]] = []
+        self.left_out: dict[str, None] = {}
+        """Pieces of state and options that are not loaded, if not strict: `state.0.weight.ema`,
+        `param_groups.1.betas`. Parameters that the optimizer lacks are not among them.
+        """
         self.cast: set[str] = set()
         """Targets that have another dtype than what is to come."""
         self._pieces: dict[tuple[str, str], dict[int, Tensor]] = {}
@@ -178,10 +183,14 @@ class Loading:
             present |= dict.fromkeys(self._roster.seats)
         with_state = {name for name, state in self._given.state.items() if state}
         check_names(self._roster, present, with_state, strict)
-        self._options = [
+        options = [
             options_for(number, group, saved or (), home, strict)
             for number, group in enumerate(self._roster.groups)
         ]
+        self._options = [taken for taken, _ in options]
+        if not strict:
+            for _, left_out in options:
+                self.left_out |= dict.fromkeys(f"param_groups.{n}.{key}" for n, key in left_out)
         checks = {
             id(group): KeyCheck(stepper_of(group.optimizer), {**group.options, **options})
             for group, options in zip(self._roster.groups, self._options, strict=True)
@@ -200,7 +209,7 @@ class Loading:
                 check = next(iter(checks.values()), None)
                 if check is not None and not strict:
                     parameter = torch.empty([1] * len(seat.shape), dtype=seat.spread.dtype)
-                    entries = _known(check, seat, parameter, entries)
+                    entries = self._known(check, seat, parameter, entries, {})
                 for key, entry in entries.items():
                     self._let_pass(seat, key, entry)
 
@@ -239,11 +248,13 @@ class Loading:
             check(slot.members[0][0].name, slot.key, dict.fromkeys(keys), old)
         else:
             states = [
-                _known(check, seat, slot.key, state) if state else state
+                self._known(check, seat, slot.key, state, slot.old) if state else state
                 for (seat, _), state in zip(slot.members, states, strict=True)
             ]
+            left_out = [key for key in keys if is_extra(slot.stepper, key) and key in slot.old]
             keys = union(states)
             slot.is_kept = not keys  # of another class's state nothing is left
+            slot.state = {key: slot.old[key] for key in left_out if key not in keys}
         without = [seat.name for (seat, _), state in zip(slot.members, states, strict=True) if not state]
         if without and strict:
             raise StateMismatch(
@@ -259,8 +270,22 @@ class Loading:
                     )
             for (seat, _), entry in zip(slot.members, entries, strict=True):
                 if entry is not None:
-                    _check_kind(slot, seat, key, entry)
+                    check_kind(slot.stepper, slot.key, seat, key, entry)
             slot.state[key] = self._value(slot, key, entries)
+
+    def _known(
+        self,
+        check: KeyCheck,
+        seat: Seat,
+        parameter: Tensor,
+        entries: Mapping[str, Entry],
+        old: Mapping[str, Any],
+    ) -> dict[str, Entry]:
+        """The entries that can be loaded. Ranks that exchange them must agree on which, so `old` counts only `in_place`."""
+        known = known_entries(check, seat, parameter, entries, old if self._in_place else {})
+        left_out = [key for key in entries if key not in known]
+        self.left_out |= dict.fromkeys(f"state.{seat.name}.{key}" for key in left_out)
+        return known
 
     def _value(self, slot: _Slot, key: str, entries: Sequence[Entry | None]) -> Any:
         known = [entry for entry in entries if entry is not None]
@@ -362,7 +387,7 @@ class Loading:
             )
         elif is_extra(stepper, key):
             fits = not self._has_state(slot)  # then the ranks that step it decide
-        elif is_torchs(stepper) and not isinstance(stepper, _odd_of_torch()):
+        elif is_torchs(stepper) and not isinstance(stepper, odd_classes()):
             fits = False
         else:
             # A sibling of the parameter's shape shows that it was this parameter; so does what broadcasts to it, if that is here whole.
@@ -471,44 +496,3 @@ def _slots(roster: Roster) -> Iterator[_Slot]:
 def _returned(source: Spread, rank: int) -> Spread:
     """A tensor that goes to the rank it was saved by."""
     return Spread.whole(source.shape, source.dtype, [rank])
-
-
-def _odd_of_torch() -> tuple[type[Optimizer], ...]:
-    """Classes of torch's that keep state of other shapes than their parameters'."""
-    return tuple(getattr(torch.optim, name) for name in ("Adafactor", "LBFGS") if hasattr(torch.optim, name))
-
-
-def _known(check: KeyCheck, seat: Seat, parameter: Tensor, entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    """The pieces that a class knows, and extra ones that are numbers or shaped like the
-    parameter.
-    """
-    return {
-        key: entry
-        for key, entry in check.known(seat.name, parameter, dict(entries)).items()
-        if not is_extra(check.optimizer, key)
-        or isinstance(entry, Number)
-        or (isinstance(entry, Whole) and entry.spread.shape == seat.shape)
-    }
-
-
-def _check_kind(slot: _Slot, seat: Seat, key: str, entry: Entry) -> None:
-    """Of torch's own classes it is known which pieces are numbers, and that all others are tensors of the parameter's dtype or one like it."""
-    stepper = stepper_of(slot.group.optimizer)
-    if not is_known(stepper) or isinstance(entry, Owned) or is_extra(stepper, key):
-        return
-    if isinstance(entry, Number):
-        is_tensor = entry.dtype is not None
-        wrong = misfit_of_kind(stepper, key, torch.empty((), device="meta") if is_tensor else entry.value)
-        if wrong is None and is_tensor and key not in NUMBERS and seat.shape:
-            wrong = f"is a tensor of one number, {entry.value!r}"
-    else:
-        spread = entry.spread
-        wrong = misfit_of_kind(stepper, key, torch.empty(spread.shape, device="meta"))
-        numbers = spread.dtype.is_floating_point or spread.dtype.is_complex
-        if wrong is None and key not in NUMBERS and not numbers and slot.key.dtype.is_floating_point:
-            wrong = f"is {spread.dtype}"
-    if wrong:
-        raise StateMismatch(
-            f"the state {key!r} of parameter {seat.name!r} {wrong}, which {type(stepper).__name__} cannot use for a parameter of shape {seat.shape}; nothing has been "
-            f"loaded"
-        )

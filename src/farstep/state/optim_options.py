@@ -62,8 +62,10 @@ def _some(names: Collection[str]) -> str:
 
 def options_for(
     number: int, group: SeatGroup, saved: Sequence[Mapping[str, Any]], home: Mapping[str, int], strict: bool
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], list[tuple[int, str]]]:
     """The saved options of a group's parameters, which may have been in several groups as long as these agree.
+
+    Also returns those that are left out, each with the number of its saved group.
 
     Labels that users put into groups of torch's own classes need not agree; where they do not, the group keeps its own. So it is with
     all options if not `strict`.
@@ -73,7 +75,7 @@ def options_for(
         if name in home:
             sources.setdefault(home[name], name)
     if not sources:
-        return {}
+        return {}, []
     stepper = stepper_of(group.optimizer)
     first, *others = sources
     options = options_of(saved[first])
@@ -93,6 +95,7 @@ def options_for(
                 f"strict=False keeps those that the group has"
             )
         unsettled += differing
+    foreign: list[str] = []
     options = {key: value for key, value in options.items() if key not in unsettled}
     if is_torchs(stepper):
         known = {*stepper.defaults, *group.options, *OF_SCHEDULES}
@@ -103,7 +106,8 @@ def options_for(
                 f"optimizer class, or another version of it. Nothing has been loaded. strict=False leaves them out"
             )
         options = {key: value for key, value in options.items() if key not in foreign}
-    return options
+    left_out = {*unsettled, *foreign}
+    return options, [(n, key) for n in sources for key in options_of(saved[n]) if key in left_out]
 
 
 def _is_label(optimizer: Optimizer, key: str) -> bool:
