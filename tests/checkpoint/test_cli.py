@@ -171,6 +171,7 @@ def rpc_saved(rank: int) -> None:
         tables = [rpc.remote(name, torch.ones, args=(4, 4)) for name in ("store", "shelf")]
         path = os.environ["FARSTEP_TEST_PATH"]
         checkpoint.save({"tables": tables, "own": rpc.RRef(torch.ones(2)), "here": torch.ones(3)}, path)
+        checkpoint.CheckpointManager(f"{path}_steps").save({"table": tables[0]}, 2)
 
 
 def test_workers_of_rpc_have_names(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,6 +188,10 @@ def test_workers_of_rpc_have_names(cli: Cli, tmp_path: Path, monkeypatch: pytest
     assert "which worker holds" in cli("plot", tmp_path / "ck", "--out", tmp_path / "x.png")
     cli("reshard", tmp_path / "ck", tmp_path / "again", "--ranks", 4)
     assert "saved by 4 ranks" in cli("inspect", tmp_path / "again")
+    text = cli("inspect", tmp_path / "ck_steps" / "step_000000002")
+    assert ", of which store wrote" in text.replace("\n", " ")
+    assert "step 2" in text
+    assert "metric" not in text
 
 
 def test_inspect_json(cli: Cli, saved: Path) -> None:

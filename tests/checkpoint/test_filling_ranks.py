@@ -12,7 +12,7 @@ from support.ranks import Ranks
 
 from farstep import checkpoint
 from farstep.checkpoint import CheckpointManager, PerRank
-from farstep.errors import CheckpointError
+from farstep.errors import CheckpointError, NoCheckpoint
 
 
 class Loader:
@@ -90,3 +90,24 @@ def _different_arguments(path: str) -> None:
 
 def test_ranks_that_load_differently(two: Ranks, tmp_path: Path) -> None:
     two.run(_different_arguments, str(tmp_path))
+
+
+def _save_and_load(path: str) -> tuple[str, bool]:
+    act = checkpoint.load if dist.get_rank() == 1 else checkpoint.save
+    with pytest.raises(CheckpointError) as caught:
+        act({"w": torch.ones(2)}, path)
+    found = str(caught.value), isinstance(caught.value, NoCheckpoint | FileNotFoundError)
+    checkpoint.save({"w": torch.ones(2)}, path)  # the group can still be used
+    return found
+
+
+def test_a_rank_that_loads_while_another_saves(two: Ranks, tmp_path: Path) -> None:
+    """None of them takes it for a checkpoint that is not there yet, and starts afresh."""
+    path = tmp_path / "new"
+    expected = (
+        f"rank 1 called checkpoint.load (loading from {path}) while rank 0 called checkpoint.save "
+        f"(saving into {path})"
+    )
+    for message, starts_afresh in two.run(_save_and_load, str(path)):
+        assert expected in message
+        assert not starts_afresh

@@ -9,7 +9,8 @@ from support.ranks import Ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from farstep.errors import StateMismatch
+from farstep import checkpoint
+from farstep.errors import CheckpointMismatch, StateMismatch
 from farstep.state import load_optim_state_dict, optim_state_dict
 from state.holdings import Net
 from state.training import Flat, FlatOriginal, Fsdp2, Hsdp2, Plain, TwoD, bits_of, gradient
@@ -316,3 +317,25 @@ def test_tied_names_with_other_parts():
             StateMismatch, match=r"'a.weight' and 'b.weight' of the state are one parameter here"
         ):
             load_optim_state_dict(tied, target, optim_state_dict(apart, source, full=full))
+
+
+def test_a_state_by_number_in_another_order_says_how_it_was_matched(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    optim = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    optim.step()
+    checkpoint.save({"optim": optim.state_dict()}, tmp_path)
+    other = torch.optim.Adam(list(model.parameters())[::-1])
+    by_order = r"'exp_avg' of parameter '1.bias'.*numbers instead of names.*order of the parameters"
+    with pytest.raises(StateMismatch, match=by_order):
+        load_optim_state_dict(model, other, optim.state_dict())
+    with pytest.raises(CheckpointMismatch, match=by_order):
+        checkpoint.load_optimizer(model, other, tmp_path)
+    named = optim_state_dict(model, optim)
+    named["state"]["1.bias"], named["state"]["0.weight"] = (
+        named["state"]["0.weight"],
+        named["state"]["1.bias"],
+    )
+    with pytest.raises(StateMismatch, match="does not fit the parameter") as caught:
+        load_optim_state_dict(model, other, named)
+    assert "numbers" not in str(caught.value)

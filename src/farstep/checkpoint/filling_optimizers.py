@@ -45,8 +45,12 @@ class OptimizerFilling:
         rename: Rename | None,
         was: str | None = None,
         verify: bool = True,
+        by_order: bool = False,
     ) -> None:
-        """`was` is what the model is called in the checkpoint, if not as in the state."""
+        """`was` is what the model is called in the checkpoint, if not as in the state. `by_order`
+        is that of `Loading`.
+        """
+        self._by_order = by_order
         self._was, self._verify = owner.name if was is None else was, verify
         self._optimizer, self._owner, self._place, self._name = optimizer, owner, place, name
         self._storage, self._manifest, self._ranks, self._rename = storage, manifest, ranks, rename
@@ -96,7 +100,9 @@ class OptimizerFilling:
             }
             state = {name: each for name, each in state.items() if name not in left}
             groups = [{**each, "params": [n for n in each["params"] if n not in left]} for each in groups]
-        self._loading = Loading(roster, Given(state, groups, {}), self._ranks.group, in_place=True)
+        self._loading = Loading(
+            roster, Given(state, groups, {}), self._ranks.group, in_place=True, by_order=self._by_order
+        )
         try:
             self._loading.prepare(strict)
         except StateMismatch as exc:

@@ -62,9 +62,10 @@ def load_optimizer(
     error: Exception | None = None
     mark = f"{key} {strict} {convert_dtype} {verify} "
     try:
-        place = _place(manifest, storage, key)
-        place = Place(_by_names(place, lambda: roster_of(model, optimizer, ranks.group)), place.name)
-        filling = OptimizerFilling(optimizer, Owner("", model), place, place.name, storage, manifest, ranks, rename, verify=verify)  # fmt: skip
+        found = _place(manifest, storage, key)
+        by_order = _has_numbers(found)
+        place = Place(_by_names(found, lambda: roster_of(model, optimizer, ranks.group)), found.name)
+        filling = OptimizerFilling(optimizer, Owner("", model), place, place.name, storage, manifest, ranks, rename, verify=verify, by_order=by_order)  # fmt: skip
         filling.prepare(strict, convert_dtype)
         if rename is not None:
             mark += repr(filling.names)
@@ -125,9 +126,9 @@ def _by_names(place: Place, roster: Callable[[], Roster]) -> Any:
     inside = place.node["dict"]
     if _is_flattened(inside.keys()):
         return _unflattened(place)
-    groups = [decode(each, joined(place.name, f"param_groups.{i}")) for i, each in enumerate(inside["param_groups"].get("list", ()))]  # fmt: skip
-    if not any(type(number) is int for each in groups for number in each.get("params", ())):
+    if not _has_numbers(place):
         return place.node
+    groups = _groups(place)
     names = _numbered(place, [each["params"] for each in groups], [each.names for each in roster().groups])
     state = {
         names[number]: _with_names(each, joined(place.name, f"state.{number}"))
@@ -144,6 +145,18 @@ def _by_names(place: Place, roster: Callable[[], Roster]) -> Any:
             "param_groups": {"list": named},
         }
     }
+
+
+def _groups(place: Place) -> list[Any]:
+    nodes = place.node["dict"]["param_groups"].get("list", ())
+    return [decode(each, joined(place.name, f"param_groups.{i}")) for i, each in enumerate(nodes)]
+
+
+def _has_numbers(place: Place) -> bool:
+    """Whether the state is by the numbers of parameters, as `optimizer.state_dict()` has it."""
+    if _is_flattened(place.node["dict"].keys()):
+        return False
+    return any(type(number) is int for each in _groups(place) for number in each.get("params", ()))
 
 
 def _numbered(place: Place, saved: Sequence[Sequence[int]], here: Sequence[Sequence[str]]) -> dict[int, str]:

@@ -6,7 +6,7 @@ another rank is gone, raises `RankLost`, which names the ranks that died, stayed
 else. See [Note: who is absent] in watcher.py.
 """
 
-from farstep.dist.operations import operation, waiting
+from farstep.dist.operations import current_operation, operation, waiting
 from farstep.dist.options import rank_timeout_s
 
-__all__ = ["operation", "rank_timeout_s", "waiting"]
+__all__ = ["current_operation", "operation", "rank_timeout_s", "waiting"]

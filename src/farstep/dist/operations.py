@@ -17,7 +17,7 @@ from farstep.dist.verdict import Verdict
 from farstep.dist.watcher import Job, Members, Operation, Wait, diagnose, give_up, watcher
 from farstep.errors import FarstepError, RankLost
 
-__all__ = ["operation", "waiting"]
+__all__ = ["current_operation", "operation", "waiting"]
 
 
 class _Current(threading.local):
@@ -25,6 +25,11 @@ class _Current(threading.local):
 
 
 _current = _Current()
+
+
+def current_operation() -> str:
+    """The name of the operation that this thread is in; "" outside of any."""
+    return "" if _current.operation is None else _current.operation.name
 
 
 class operation(ContextDecorator):

@@ -51,6 +51,12 @@ def clip_grad_norm_(
     `context_id`, and `timeout` is for its owners; those of any other optimizer are in `.grad`. With
     ShardedOptimizers among them all of their ranks call this, with the optimizers in the same order.
     """
+    if isinstance(optimizers, int):
+        raise TypeError(
+            "clip_grad_norm_ takes the optimizers first, and the context by its name: "
+            "clip_grad_norm_(optimizers, max_norm, context_id=context_id). Only the method of a "
+            "DistributedOptimizer takes the context first"
+        )
     parts = list(_parts([optimizers] if isinstance(optimizers, Optimizer) else optimizers))
     _refuse_twice(parts)
     norm_type, max_norm = float(norm_type), float(max_norm)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from farstep.dist import waiting
+from farstep.dist import current_operation, waiting
 from farstep.errors import FarstepError, RankLost, StateError, StateMismatch
 from farstep.state.adapters.ranks import Group, own_rank, size_of
 from farstep.state.kept import keep
@@ -140,7 +140,11 @@ def _rows(
     if rows[:, 0].any():
         mismatch = isinstance(error, StateMismatch)
         told = None if error is None else (mismatch, type(error).__name__, str(error))
-        texts = gathered(told, group, doing, kind=kind)
+        every_told = gathered((told, _Act(doing, current_operation())), group, doing, kind=kind)
+        texts = [text for text, _ in every_told]
+        if other := _other_act([act for _, act in every_told]):
+            # An error of something else than this rank called is not one of what it called.
+            raise kind(f"{doing} did not come about: {other}. All ranks call the same") from error
         if error is not None:
             raise error
         first = next(rank for rank, text in enumerate(texts) if text is not None)
@@ -153,18 +157,41 @@ def _rows(
     acts = rows[:, 1 : 1 + _MARK_BYTES]
     if not (acts == acts[0]).all():
         said = gathered(
-            {"doing": doing, **{k: repr(v) for k, v in (settings or {}).items()}}, group, doing, kind=kind
+            (_Act(doing, current_operation()), {k: repr(v) for k, v in (settings or {}).items()}),
+            group,
+            doing,
+            kind=kind,
         )
-        raise kind(f"{doing} did not come about: {_difference(said)}. All ranks give the same")
+        other = _other_act([act for act, _ in said]) or _difference([each for _, each in said])
+        raise kind(f"{doing} did not come about: {other}. All ranks give the same")
     return rows
+
+
+class _Act(NamedTuple):
+    """What a rank does, and the public operation that it is a part of."""
+
+    doing: str
+    operation: str
+
+
+def _other_act(acts: list[_Act]) -> str:
+    """Which rank does something else than the first; "" if all do the same."""
+    first = acts[0]
+    for rank, act in enumerate(acts):
+        if act.doing != first.doing:
+            if act.operation == first.operation or not (act.operation and first.operation):
+                return f"rank 0 is {first.doing} and rank {rank} is {act.doing}"
+            return (
+                f"rank {rank} called {act.operation} ({act.doing}) while rank 0 called "
+                f"{first.operation} ({first.doing})"
+            )
+    return ""
 
 
 def _difference(said: list[dict[str, str]]) -> str:
     for key in said[0]:
         for rank, each in enumerate(said):
             if each.get(key) != said[0][key]:
-                if key == "doing":
-                    return f"rank 0 is {said[0][key]} and rank {rank} is {each.get(key, 'not')}"
                 return f"{key} is {said[0][key]} on rank 0 and {each.get(key, 'absent')} on rank {rank}"
     return "the ranks were given other arguments"
 

@@ -14,7 +14,7 @@ from farstep.errors import StateMismatch
 from farstep.state.adapters.ranks import Group
 from farstep.state.exchange import BUDGET_BYTES, respread
 from farstep.state.optim_entries import copied
-from farstep.state.optim_forms import numbers_named
+from farstep.state.optim_forms import are_numbers, numbers_named
 from farstep.state.optim_given import given_alone
 from farstep.state.optim_loading import Loading, load
 from farstep.state.optim_moving import Options
@@ -114,10 +114,9 @@ def _load_alone(model: nn.Module, stand_in: Optimizer, state: Any, strict: bool,
         )
     roster = roster_of(model, stand_in, group)
     names = Translation(roster)
-    given = given_alone(
-        numbers_named(state, roster.order, roster.check_is_whole), names, names.is_known, group
-    )
-    loading = Loading(roster, given, group)
+    named = numbers_named(state, roster.order, roster.check_is_whole)
+    given = given_alone(named, names, names.is_known, group)
+    loading = Loading(roster, given, group, by_order=are_numbers(state, named))
     loading.prepare(strict, is_complete=True)
     for here, there in transfers(loading.sources, loading.targets, loading.cast, BUDGET_BYTES):
         respread(here, there, group, check=False, same_host=False)

@@ -8,7 +8,16 @@ from typing import Any, TypeGuard
 
 from farstep.errors import StateMismatch
 
-__all__ = ["SavedPart", "flattened", "is_nothing", "no_state", "numbers_named", "parts_of"]
+__all__ = [
+    "MATCHED_BY_ORDER",
+    "SavedPart",
+    "are_numbers",
+    "flattened",
+    "is_nothing",
+    "no_state",
+    "numbers_named",
+    "parts_of",
+]
 
 Named = Callable[[str], str]
 """A saved name -> the parameter's own here."""
@@ -127,6 +136,20 @@ def _numbered(why: str) -> StateMismatch:
         f"this state has numbers where parameters' names are wanted: {why}; nothing has been loaded. rekey_optim_state_dict, with "
         f"the model and the optimizer that the state is from, puts names in their place"
     )
+
+
+MATCHED_BY_ORDER = (
+    ". The state has numbers instead of names, so it was matched by the order of the parameters, which may "
+    "have been another where it was saved. rekey_optim_state_dict, with the model and the optimizer that "
+    "the state is from, puts names in their place"
+)
+
+
+def are_numbers(given: Any, named: Any) -> bool:
+    """Whether `numbers_named` gave a state, or one of its parts, names by the order of parameters."""
+    if isinstance(given, list | tuple):
+        return any(are_numbers(a, b) for a, b in zip(given, named, strict=True))
+    return named is not given
 
 
 def numbers_named(

@@ -22,7 +22,7 @@ from farstep.state.layout import Spread
 from farstep.state.optim_adopting import as_its_class_has_it, dtype_for, number_for
 from farstep.state.optim_elsewhere import complete
 from farstep.state.optim_entries import Number, copied, label, union
-from farstep.state.optim_forms import numbers_named
+from farstep.state.optim_forms import MATCHED_BY_ORDER, are_numbers, numbers_named
 from farstep.state.optim_given import Entry, Given, Owned, Whole, given_to
 from farstep.state.optim_misfits import check_kind, known_entries, odd_classes
 from farstep.state.optim_moving import Options, moved
@@ -61,14 +61,15 @@ def load(
     doing = "loading the optimizer's state"
     error = error or options.mistake()
     profile = Profile(options.profile if error is None else None)
-    roster = Roster([], {}, set())
+    roster, by_order = Roster([], {}, set()), False
     with profile.phase("plan"):
         if error is None:
             try:
                 roster = roster_of(model, optim, options.group)
                 selection.narrow(model, roster)
                 if own_rank(options.group) == 0 or not broadcast_from_rank0:
-                    state = numbers_named(state, roster.order, roster.check_is_whole)
+                    named = numbers_named(state, roster.order, roster.check_is_whole)
+                    by_order, state = are_numbers(state, named), named
             except Exception as exc:
                 error = exc
         settings = {"strict": strict, "budget_bytes": options.budget_bytes}
@@ -86,7 +87,7 @@ def load(
             is_known=names.is_known,
             settings=settings,
         )
-        loading = Loading(roster, given, options.group, with_empty=with_empty)
+        loading = Loading(roster, given, options.group, with_empty=with_empty, by_order=by_order)
         try:
             loading.prepare(strict, is_complete=is_complete)
         except Exception as exc:
@@ -142,15 +143,18 @@ class Loading:
         *,
         in_place: bool = False,
         with_empty: bool = False,
+        by_order: bool = False,
     ) -> None:
         """`in_place`: into the memory of the state that the optimizer has now, where that is
         alike and has memory. It does not survive a failure then.
 
         `with_empty`: also make state for empty tensors that get no gradients, as an optimizer
         does that makes all of its state at once.
+
+        `by_order`: the state had numbers, and got its names by the order of the parameters.
         """
         self._roster, self._given, self._in_place = roster, given, in_place
-        self._with_empty = with_empty
+        self._with_empty, self._by_order = with_empty, by_order
         self._rank, self._ranks = own_rank(group), size_of(group)
         self._slots = list(_slots(roster))
         for slot in self._slots:
@@ -407,6 +411,7 @@ class Loading:
                 + (f", nor what the optimizer has now, {tuple(old.shape)}" if isinstance(old, Tensor) else "")
                 + "; nothing has been loaded"
                 + (ADVICE_FOR_EXTRA.format(key=key) if old is None and is_extra(stepper, key) else "")
+                + (MATCHED_BY_ORDER if self._by_order else "")
             )
 
     def _owned(self, slot: _Slot, key: str, entries: Sequence[Owned]) -> Tensor:

@@ -46,7 +46,7 @@ def overview(manifest: Manifest, where: str) -> RenderableType:
         dtypes[name_of(info.dtype)] = dtypes.get(name_of(info.dtype), 0) + info.nbytes
     kinds = ", ".join(f"{name} {size(n)}" for name, n in sorted(dtypes.items(), key=lambda each: -each[1]))
     boxes, writers = len(manifest.boxes), writers_of(manifest)
-    saved, wrote = len(writers.names), len(set(writers.of_files.tolist()))
+    saved, wrote = len(writers.names), set(writers.of_files.tolist())
     by = (
         f" ({writers.text(range(saved)).replace(',', ', ')})"
         if writers.noun == "worker" and saved < _WORKERS
@@ -56,15 +56,26 @@ def overview(manifest: Manifest, where: str) -> RenderableType:
     text.append(
         f"\n{size(manifest.nbytes)} in {count(len(manifest.tensors), 'tensor')}, {count(boxes, 'box', 'boxes')}, "
         f"{count(len(manifest.files), 'file')}; saved by {count(saved, writers.noun)}{by}"
-        + (f", of which {wrote} wrote" if wrote != saved else ""),
+        + (f", of which {_writers(writers, wrote)} wrote" if len(wrote) != saved else ""),
         style="not bold",
     )
-    infos = [(key, value) for key, value in manifest.info.items() if key != WORKERS]
+    infos = [
+        (key, value)
+        for key, value in manifest.info.items()
+        if key != WORKERS and not (key == "metric" and value is None)
+    ]
     if infos:
         told = ", ".join(f"{short(key, _VALUE_LETTERS)} {_value(value)}" for key, value in infos[:_INFOS])
         text.append(f"\n{told}", style="not bold")
     text.append(f"\n{kinds}{'; ' if kinds else ''}save {manifest.save}", style="not bold dim")
     return text
+
+
+def _writers(writers: Writers, wrote: set[int]) -> str:
+    """Which workers wrote, by name unless they are many; of ranks how many."""
+    if writers.noun == "worker" and 0 < len(wrote) < _WORKERS:
+        return writers.text(wrote).replace(",", ", ")
+    return str(len(wrote))
 
 
 def tree_table(
