@@ -173,3 +173,5 @@ def test_several_parts_of_one_by_one_norm():
     torch.testing.assert_close(found, [p.grad for p in twins])
     with pytest.raises(TypeError, match="takes optimizers"):
         clip_grad_norm_(linear.parameters(), 1.0)
+    with pytest.raises(TypeError, match=r"\(optimizers, max_norm, context_id=context_id\)"):
+        clip_grad_norm_(7, parts, 1.0)  # as the method of a DistributedOptimizer has them
