@@ -10,33 +10,43 @@ from pathlib import Path
 
 import pytest
 
+from farstep.cli import main
 from farstep.launch.script import run_script
 
 SCRIPT = """
 import os, sys, time
 rank, restart = int(os.environ["RANK"]), int(os.environ["FARSTEP_RESTART"])
 if rank == 1 and restart < int(sys.argv[1]):
+    print("about to fail", flush=True)
     sys.exit(3)
 if rank == 0 and sys.argv[2] == "wait" and restart < int(sys.argv[1]):
     time.sleep(60)  # until it is stopped
+while sys.argv[2] == "stay" and not os.path.exists(__file__ + ".told"):
+    time.sleep(0.01)  # until it is told that rank 1 has failed
 print("done", restart, flush=True)
 """
 
 
 class Run:
-    def __init__(self, tmp_path: Path, *args: str, **options: object) -> None:
+    def __init__(self, tmp_path: Path, *args: str, world_size: int = 2, **options: object) -> None:
         script = tmp_path / "script.py"
         script.write_text(SCRIPT)
+        self.told = tmp_path / "script.py.told"
         self.lines: list[str] = []
         self.said: list[str] = []
         self.code = run_script(
             str(script),
             args,
-            2,
-            lambda rank, line: self.lines.append(f"{rank} {line}"),
+            world_size,
+            self.show,
             say=self.said.append,
             **options,  # type: ignore[arg-type]
         )
+
+    def show(self, rank: int, line: str) -> None:
+        self.lines.append(f"{rank} {line}")
+        if "exited" in line:
+            self.told.touch()
 
 
 def test_all_are_started_again_when_one_fails(tmp_path: Path) -> None:
@@ -51,7 +61,7 @@ def test_all_are_started_again_when_one_fails(tmp_path: Path) -> None:
 def test_restarts_come_to_an_end(tmp_path: Path) -> None:
     run = Run(tmp_path, "9", "wait", max_restarts=1)
     assert run.code == 3
-    assert run.said[-1] == "failed again after 1 restart: giving up"
+    assert run.said[-1] == "rank 1 exited with code 3. Giving up after 1 restart"
 
 
 def test_others_go_on(tmp_path: Path) -> None:
@@ -59,6 +69,22 @@ def test_others_go_on(tmp_path: Path) -> None:
     assert run.code == 3
     assert "0 done 0" in run.lines
     assert run.said == ["1 of 2 ranks failed: rank 1 exited with code 3"]
+
+
+def test_ranks_are_listed_in_words(tmp_path: Path) -> None:
+    run = Run(tmp_path, "1", "stay", world_size=3, keep_going=True)
+    assert run.lines[:2] == ["1 about to fail", "1 [exited with code 3; ranks 0 and 2 go on]"]
+
+
+@pytest.mark.parametrize("options", [["--keep-going", "--max-restarts", "1"], ["-n", "0"]])
+def test_a_mistake_shows_the_usage_of_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.touch()
+    with pytest.raises(SystemExit):
+        main(["run", *options, str(script)])
+    assert capsys.readouterr().err.startswith("usage: farstep run ")
 
 
 def test_without_either_the_others_are_stopped(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"demo: --steps is a number from 1 to {MOST_STEPS:,}, not {args.steps}")
         return _demo(args.steps, Path(args.out))
     if args.command == "run":
-        return _run(parser, args)
+        return _run(args)
     if args.command == "checkpoint":
         return run_checkpoint(args)
     if args.command == "compat":
@@ -147,6 +147,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="when a copy fails, let the others go on to their end",
     )
+    run.set_defaults(parser=run)  # whose usage is shown with a mistake
     run.add_argument("script", help="the Python script")
     run.add_argument("args", nargs=argparse.REMAINDER, help="arguments for the script")
     commands.add_parser(
@@ -160,17 +161,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> int:
     from farstep.launch.script import run_script
 
+    parser: argparse.ArgumentParser = args.parser
     if args.workers < 1:
-        parser.error(f"run: -n must be at least 1, not {args.workers}")
+        parser.error(f"-n must be at least 1, not {args.workers}")
     if not os.path.isfile(args.script):
         parser.error(f"there is no script {args.script!r}; give the path of a Python file")
     if args.max_restarts < 0:
-        parser.error(f"run: --max-restarts must be at least 0, not {args.max_restarts}")
+        parser.error(f"--max-restarts must be at least 0, not {args.max_restarts}")
     if args.max_restarts and args.keep_going:
-        parser.error("run: --max-restarts starts all copies again and --keep-going lets them end: give one")
+        parser.error("--max-restarts starts all copies again and --keep-going lets them end: give one")
     width = len(str(args.workers - 1))
 
     def show(rank: int, line: str) -> None:

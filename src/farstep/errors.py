@@ -196,7 +196,8 @@ class ExchangeError(StateError):
 class RankLost(ExchangeError, CheckpointError, OptimError):
     """A rank died, did not call what the others of its process group called, or called something else.
 
-    `operation` is what this rank called, and `ranks` are those that caused it, numbered as in the whole job.
+    `operation` is what this rank called, and `ranks` are those that caused it, numbered as in the whole job. On a
+    rank that came too late, that is the rank itself.
     The process group cannot be used any more.
     """
 
@@ -237,7 +238,7 @@ class InitTimeout(RpcTimeout):
 
 
 class ShutdownTimeout(RpcTimeout):
-    """Not every worker arrived at shutdown in time. This worker has shut down all the same."""
+    """At shutdown a worker was missing, or a call was not answered in time. This worker has shut down all the same."""
 
 
 class RemoteError(RpcError):

@@ -67,14 +67,15 @@ def test_a_rank_that_stays_away_is_named(four: Ranks, tmp_path: Path) -> None:
         error_class, text, ranks, operation = each.result()
         assert (error_class, ranks, operation) == (RankLost, (2,), OPERATIONS[act]), text
         assert f"rank {rank} waited" in text
-        assert "rank 2 has not called it" in text
+        assert "): rank 2 has not called it" in text  # also where another rank found it
         assert "FARSTEP_RANK_TIMEOUT_S" in text
     # The late one is told at once, and not left to wait.
     late = {act: four.workers[2].start(acts.run, act) for act in OPERATIONS}
     for act, each in late.items():
         error_class, text, ranks, _ = each.result()
         assert (error_class, ranks) == (RankLost, (2,)), f"{act}: {text}"
-        assert "gave up waiting for this rank" in text
+        assert f"rank 2 came too late to {OPERATIONS[act]} (" in text
+        assert "): ranks 1 and 3 gave up after" in text
     # The ranks that raised do not keep trying a group that is lost.
     _, text, ranks, _ = four.workers[1].run(acts.run, "save")
     assert "was given up before" in text

@@ -64,8 +64,15 @@ def test_all_wait_in_one_operation() -> None:
 
 
 def test_what_another_found_is_believed_at_once() -> None:
-    note = Note(3, (), {"g": Failure("save", "save: rank 2 has not called it", (2,))})
+    note = Note(3, (), {"g": Failure("save", "rank 2 has not called it", (2,), 3.03)})
     found = verdict_of(Sight(note), Sight(None), waited_s=1.0)
     assert found is not None and found.ranks == (2,)
+    assert found.cause("save", 60.0) == "rank 2 has not called it (as rank 1 found)"
+    assert found.cause("load", 60.0) == "in save, rank 2 has not called it (as rank 1 found)"
+    assert found.too_late(0, "save", "files") == ""
+    assert found.too_late(2, "save", "files") == "rank 2 came too late to save (files): rank 1 gave up after 3 s"
+    assert found.too_late(2, "load", "w") == (
+        "rank 2 called load (w), but rank 1 waited for it in save and gave up after 3 s"
+    )
     assert Note.decode(note.encode().encode()) == note
     assert Note.decode(b"garbage") is None

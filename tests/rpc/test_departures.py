@@ -19,6 +19,7 @@ import farstep.compat.rpc
 from farstep import rpc
 from farstep.errors import ShutdownTimeout, WorkerLost
 from farstep.launch import run_local
+from farstep.rpc.current import current_agent
 from farstep.rpc.group import _close_all_at_exit
 
 pytestmark = pytest.mark.slow
@@ -216,3 +217,44 @@ def test_a_shutdown_ends_within_its_timeout_and_says_what_still_ran(workers: Wor
     assert max(caller_s, callee_s) < 2.0 + 4.0  # the called function was waited for 5 s more
     assert "sleep on 'worker1'" in caller_said
     assert "sleep called by 'worker0'" in callee_said
+
+
+@pytest.mark.parametrize("api", ["farstep", "compat"])
+def test_a_shutdown_says_which_calls_the_end_of_another_ones_time_cut_off(workers: Workers, api: str) -> None:
+    """worker1 runs out of time and leaves; worker0 has plenty, and will never have its answer."""
+    group = workers(2)
+    group[0].run(start_long_call, "worker1")
+    pending = [group[0].start(shut_down_within, 60.0, api), group[1].start(shut_down_within, 2.0, api)]
+    (_, error, said), (_, _, callee_said) = group.finish(pending)
+    assert error == "ShutdownTimeout"
+    assert "'worker0' got no answer to sleep on 'worker1'" in said
+    assert "the timeout of its shutdown, 2 s, had passed" in said
+    assert "2 s" in callee_said  # as it was asked for
+    assert "1.8 s" not in callee_said
+
+
+@pytest.mark.parametrize("api", ["farstep", "compat"])
+def test_it_does_not_fail_for_calls_to_a_worker_that_left_for_another_reason(
+    workers: Workers, api: str
+) -> None:
+    group = workers(2)
+    group[0].run(start_long_call, "worker1")
+    pending = group[0].start(shut_down_within, 60.0, api)
+    group[1].run(rpc.shutdown, False)
+    assert pending.result()[1:] == ("", "")
+
+
+def who_is_missing_at_shutdown() -> list[str]:
+    return current_agent().links.gatherings.missing(("join/*", 0))
+
+
+def test_it_says_who_is_missing_and_what_still_runs(workers: Workers) -> None:
+    group = workers(2)
+    pending = group[1].start(shut_down_within, 5.0, "farstep")
+    eventually(lambda: group[0].run(who_is_missing_at_shutdown), "worker1 waiting for worker0")
+    group[0].run(start_long_call, "worker1")
+    _, error, said = pending.result()
+    assert error == "ShutdownTimeout"
+    assert "Missing: worker0" in said
+    assert "more than 5 s" in said
+    assert "'worker1' still runs sleep called by 'worker0'" in said

@@ -27,14 +27,14 @@ from farstep.compat.internal import (
 )
 from farstep.compat.unsupported import PROFILER, TORCHSCRIPT, unsupported, unsupported_class
 from farstep.compat.utils import _group_membership_management, _update_group_membership
-from farstep.errors import NotInitialized, RpcError, WorkerLost
+from farstep.errors import NotInitialized, RpcError, RpcTimeout, WorkerLost
 from farstep.rpc import gather
 from farstep.rpc.agent import Agent
 from farstep.rpc.api import get_rpc_timeout, get_worker_info, remote, rpc_async, rpc_sync
 from farstep.rpc.api import thread_local as _thread_local_var
 from farstep.rpc.api import wait_all_calls as _wait_all
 from farstep.rpc.current import current_agent, default_agent, find_agent, set_default_agent
-from farstep.rpc.departure import why_shut_down
+from farstep.rpc.departure import Leaving, why_out_of_time, why_shut_down
 from farstep.rpc.group import RREF_PATIENCE_S, Ending, release_references
 from farstep.rpc.membership import WorkerInfo
 from farstep.rpc.peer import PeerState
@@ -279,20 +279,26 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     agent = _require_agent()
     leaks: list[str] = []
     end = Ending(timeout)
-    why = why_shut_down()
+    why, how = why_shut_down(), Leaving.SHUT_DOWN
     try:
         if graceful:
+            agent.is_shutting_down = True
             _wait_all_workers(end.left(DEFAULT_SHUTDOWN_TIMEOUT))
             _shutting_down.end = end
             _delete_all_user_and_unforked_owner_rrefs()
             leaks = agent.rrefs.leaks()
-            gather.join(agent, end.left(0.0))
+            gather.join(agent, end.left(0.0), timeout)
             why = None
+    except RpcTimeout:
+        if why is None:  # else the exception that unwinds is the cause that the others should hear of
+            why, how = why_out_of_time(timeout), Leaving.OUT_OF_TIME
+        raise
     finally:
         _shutting_down.end = None
-        agent.close(end.left_to_close(), why)
+        agent.close(end.left_to_close(), why, how)
         if default_agent() is agent:
             set_default_agent(None)
+    gather.check_cut_off(agent)
     if leaks and not _ignore_rref_leak:
         raise RpcError(f"Leaking RRef(s) on {agent.info.name!r} at shutdown: {'; '.join(leaks)}")
 

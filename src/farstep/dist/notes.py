@@ -40,6 +40,8 @@ class Failure:
     cause: str
     ranks: tuple[int, ...]
     """The ranks of the job that caused it."""
+    after_s: float = 0.0
+    """How long the rank had waited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,9 @@ class Note:
                 int(found["beat"]),
                 tuple(replace(each, waits_for=tuple(each.waits_for)) for each in activities),
                 {
-                    group: Failure(each["operation"], each["cause"], tuple(each["ranks"]))
+                    group: Failure(
+                        each["operation"], each["cause"], tuple(each["ranks"]), float(each["after_s"])
+                    )
                     for group, each in found["failures"].items()
                 },
             )

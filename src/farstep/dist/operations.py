@@ -131,7 +131,7 @@ def _is_from_torch(error: BaseException | None) -> bool:
 
 def _given_up(failure: Failure) -> RankLost:
     lost = RankLost(
-        f"the process group was given up before, in {failure.cause}. It cannot be used any more: end the job, "
+        f"the process group was given up before, in {failure.operation}: {failure.cause}. It cannot be used any more: end the job, "
         f"or destroy the group and make another"
     )
     lost.operation, lost.ranks = failure.operation, failure.ranks
@@ -143,12 +143,12 @@ def _lost(
 ) -> RankLost:
     rank, deadline_s = operation.job.rank, wait.deadline_s
     waited_s = time.monotonic() - wait.began
-    cause = verdict.cause(rank, operation.name, deadline_s) or f"the process group failed: {error}"
-    advice = verdict.advice(wait.members.ranks, operation.name, deadline_s)
-    text = (
-        f"rank {rank} waited {waited_s:.3g} s in {operation.name} ({wait.what}): {cause}. {advice}. "
-        f"The process group cannot be used any more"
+    cause = verdict.cause(operation.name, deadline_s) or f"the process group failed: {error}"
+    happened = verdict.too_late(rank, operation.name, wait.what) or (
+        f"rank {rank} waited {waited_s:.3g} s in {operation.name} ({wait.what}): {cause}"
     )
+    advice = verdict.advice(wait.members.ranks, operation.name, deadline_s)
+    text = f"{happened}. {advice}. The process group cannot be used any more"
     lost = RankLost(f"{text}. {help}" if help else text)
     lost.operation, lost.ranks = operation.name, verdict.ranks
     return lost

@@ -63,7 +63,7 @@ class Verdict:
             elsewhere={rank: each for rank, each in self.elsewhere.items() if rank not in gone},
         )
 
-    def cause(self, own_rank: int, operation: str, deadline_s: float) -> str:
+    def cause(self, operation: str, deadline_s: float) -> str:
         causes = []
         if self.dead:
             causes.append(f"{named(self.dead)} died or ended (the connection is closed)")
@@ -80,13 +80,24 @@ class Verdict:
         if self.busy:
             causes.append(f"{named(self.busy)} still worked on it when the process group's timeout passed")
         if not causes:
-            waited_for_this = [r for r, each in self.failures.items() if own_rank in each.ranks]
-            if waited_for_this:
-                which = self.failures[waited_for_this[0]].operation
-                where = operation if which == operation else f"{which}, and this rank called {operation}"
-                return f"{named(waited_for_this)} gave up waiting for this rank in {where}"
-            causes += [f"{each.cause} (as rank {r} found)" for r, each in [*self.failures.items()][:1]]
+            for rank, failure in [*self.failures.items()][:1]:
+                where = "" if failure.operation == operation else f"in {failure.operation}, "
+                causes.append(f"{where}{failure.cause} (as rank {rank} found)")
         return "; ".join(causes)
+
+    def too_late(self, own_rank: int, operation: str, what: str) -> str:
+        """Return what to say on a rank that the others gave up waiting for; "" on others."""
+        waited = [rank for rank, each in self.failures.items() if own_rank in each.ranks]
+        if self.found or not waited:
+            return ""
+        failure = self.failures[waited[0]]
+        gave_up = f"gave up after {_rounded(failure.after_s)} s"
+        if failure.operation == operation:
+            return f"rank {own_rank} came too late to {operation} ({what}): {named(waited)} {gave_up}"
+        return (
+            f"rank {own_rank} called {operation} ({what}), but {named(waited)} waited for it in "
+            f"{failure.operation} and {gave_up}"
+        )
 
     def advice(self, members: Sequence[int], operation: str, deadline_s: float) -> str:
         group = f"({', '.join(map(str, members))})" if len(members) <= 16 else f"of {len(members)}"
@@ -166,6 +177,10 @@ def named(ranks: Sequence[int]) -> str:
     if len(numbers) == 1:
         return f"rank {numbers[0]}"
     return f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
+
+
+def _rounded(seconds: float) -> str:
+    return f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.2g}"
 
 
 def _waited_for(own: Activity, group: str, sights: Mapping[int, Sight]) -> list[int]:

@@ -308,8 +308,8 @@ def with_closed(job: Job, wait: Wait, verdict: Verdict) -> Verdict:
 
 def give_up(job: Job, operation: str, wait: Wait, verdict: Verdict) -> None:
     """Say why, then end everything that waits in the group. See [Note: who is absent]"""
-    cause = verdict.cause(job.rank, operation, wait.deadline_s)
-    failure = Failure(operation, f"{operation}: {cause}", verdict.ranks)
+    cause = verdict.cause(operation, wait.deadline_s)
+    failure = Failure(operation, cause, verdict.ranks, time.monotonic() - wait.began)
     if verdict.failures and not verdict.found:  # told on as it was told
         failure = next(iter(verdict.failures.values()))
     job.failures[wait.name] = wait.members.failure = failure

@@ -10,12 +10,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import IO, Final
+from typing import Final
 
 __all__ = ["run_script"]
 
 STOP_S: Final = 5.0
 POLL_S: Final = 0.05
+LAST_LINES_S: Final = 0.5
+"""So long the last lines of a copy that failed are waited for, to be shown before its failure."""
 Print = Callable[[int, str], None]
 
 
@@ -45,13 +47,13 @@ def run_script(
         failed = {rank: code for rank, code in enumerate(codes) if code}
         if not failed:
             return 0
+        told = "; ".join(f"rank {rank} {_how(code)}" for rank, code in failed.items())
         if restart < max_restarts:
-            told = "; ".join(f"rank {rank} {_how(code)}" for rank, code in failed.items())
             say(f"{told}. All {world_size} ranks are started again (restart {restart + 1} of {max_restarts})")
     if keep_going:
-        say(_summary(codes))
+        say(f"{len(failed)} of {world_size} ranks failed: {told}")
     elif max_restarts:
-        say(f"failed again after {max_restarts} restart{'s' if max_restarts > 1 else ''}: giving up")
+        say(f"{told}. Giving up after {max_restarts} restart{'s' if max_restarts > 1 else ''}")
     code = next(code for code in codes if code)
     return 128 - code if code < 0 else code
 
@@ -70,6 +72,7 @@ def _run_once(
     port = _free_port()
     workers: list[subprocess.Popen[str]] = []
     readers: list[threading.Thread] = []
+    ended = threading.Event()
     try:
         for rank in range(world_size):
             worker = subprocess.Popen(
@@ -88,10 +91,10 @@ def _run_once(
                 errors="replace",
             )
             workers.append(worker)
-            reader = threading.Thread(target=_read, args=(rank, worker.stdout, show), daemon=True)
+            reader = threading.Thread(target=_read, args=(rank, worker, show, ended), daemon=True)
             reader.start()
             readers.append(reader)
-        return _awaited(workers, show, keep_going)
+        return _awaited(workers, readers, ended, show, keep_going)
     finally:
         _stop(workers)
         for reader in readers:
@@ -108,27 +111,42 @@ def _free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def _read(rank: int, stream: IO[str] | None, show: Print) -> None:
-    for line in stream or ():
+def _read(rank: int, worker: subprocess.Popen[str], show: Print, ended: threading.Event) -> None:
+    for line in worker.stdout or ():
         show(rank, line.rstrip("\n"))
+    worker.wait()
+    ended.set()
 
 
-def _awaited(workers: list[subprocess.Popen[str]], show: Print, keep_going: bool) -> list[int | None]:
-    """When all have ended; or, unless `keep_going`, when one has failed."""
+def _awaited(
+    workers: list[subprocess.Popen[str]],
+    readers: list[threading.Thread],
+    ended: threading.Event,
+    show: Print,
+    keep_going: bool,
+) -> list[int | None]:
+    """When all have ended; or, unless `keep_going`, when one has failed.
+
+    `ended` is set when a copy ends, so that its failure is told before the others go on for long. One that leaves its
+    output to a process of its own is seen at the next poll.
+    """
     told: set[int] = set()
     while True:
+        ended.clear()
         codes = [worker.poll() for worker in workers]
-        left = [str(rank) for rank, code in enumerate(codes) if code is None]
+        left = [rank for rank, code in enumerate(codes) if code is None]
         for rank, code in enumerate(codes):
             if code and rank not in told:
                 told.add(rank)
                 goes = "goes" if len(left) == 1 else "go"
-                names = f"rank {', '.join(left)}"
-                others = f"; {names} {goes} on" if keep_going else f"; stopping {names}"
-                show(rank, f"[{_how(code)}{others if left else ''}]")
+                others = ""
+                if left:
+                    others = f"; {_named(left)} {goes} on" if keep_going else f"; stopping {_named(left)}"
+                readers[rank].join(LAST_LINES_S)
+                show(rank, f"[{_how(code)}{others}]")
         if not left or (told and not keep_going):
             return codes
-        time.sleep(POLL_S)
+        ended.wait(POLL_S)
 
 
 def _how(code: int) -> str:
@@ -140,9 +158,10 @@ def _how(code: int) -> str:
         return f"was killed by signal {-code}"
 
 
-def _summary(codes: Sequence[int | None]) -> str:
-    failed = [f"rank {rank} {_how(code)}" for rank, code in enumerate(codes) if code]
-    return f"{len(failed)} of {len(codes)} ranks failed: {'; '.join(failed)}"
+def _named(ranks: Sequence[int]) -> str:
+    """Return "rank 2", or "ranks 0, 1 and 2"."""
+    *first, last = map(str, ranks)
+    return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
 
 
 def _stop(workers: list[subprocess.Popen[str]]) -> None:

@@ -29,6 +29,7 @@ from farstep.errors import (
 from farstep.rpc import extension
 from farstep.rpc.calls import AsyncCall, Call, CallFuture, Deadlines, HookCall, SyncCall, timeout_error
 from farstep.rpc.current import serving
+from farstep.rpc.departure import Leaving
 from farstep.rpc.extension import Extension
 from farstep.rpc.inbox import Inbox
 from farstep.rpc.links import Links
@@ -74,6 +75,9 @@ class Agent:
         self.closed = False
         self._call_ids = itertools.count(1)
         self.tally = Tally()
+        self.is_shutting_down = False
+        self.cut_off: list[str] = []
+        """Calls that got no answer while this worker shut down, because their callees ran out of time."""
         self._corked: set[Peer] = set()
         self.settlement = Settlement(self)
         self.reactor = Reactor(
@@ -446,6 +450,8 @@ class Agent:
         for each in self.links.peers() if peer is None else [peer]:
             for call in list(each.calls.values()):
                 if self.take(each, call.id) is not None:
+                    if self.is_shutting_down and each.ran_out_of_time and _is_of_user(call):
+                        self.cut_off.append(f"{call.what} on {each.name!r}")
                     self._finish_call(call, None, error(each))
 
     def _abandon_calls(self) -> None:
@@ -506,7 +512,7 @@ class Agent:
             "agent.bytes_received": sum(p.receiver.received_bytes for p in peers if p.receiver),
         }
 
-    def close(self, timeout_s: float = 5.0, why: str | None = None) -> None:
+    def close(self, timeout_s: float = 5.0, why: str | None = None, how: Leaving = Leaving.SHUT_DOWN) -> None:
         """Leave the group now: say goodbye, fail what is pending, stop every thread.
 
         It takes at most about `timeout_s`, also where a function that a peer called runs on. `why` tells the peers
@@ -515,7 +521,7 @@ class Agent:
         if not self.closed:
             self.closed = True
             deadline = time.monotonic() + timeout_s
-            self.links.close(deadline, why)
+            self.links.close(deadline, why, how)
             self._stop(deadline)
 
     def end_with_process(self, why: str, timeout_s: float) -> None:
@@ -545,6 +551,11 @@ class Agent:
                 self.info.name,
                 ", ".join(running),
             )
+
+
+def _is_of_user(call: Call) -> bool:
+    """Not a message of the agent's own, and not a part of a gathering."""
+    return call.counts and not isinstance(call, HookCall)
 
 
 def _note_creation(rrefs: RRefTable, fork: tuple[int, int], future: torch.futures.Future[Any]) -> None:

@@ -9,18 +9,33 @@ names the exception.
 from __future__ import annotations
 
 import sys
+from enum import IntEnum
 from typing import Final
 
-__all__ = ["why_process_ends", "why_shut_down"]
+__all__ = ["Leaving", "why_out_of_time", "why_process_ends", "why_shut_down"]
 
 MAX_CHARS: Final = 2000
 ENDED: Final = "its process ended"
+
+
+class Leaving(IntEnum):
+    """How a worker leaves, as its goodbye says."""
+
+    SHUT_DOWN = 0
+    PROCESS_ENDS = 1
+    """It is lost when its process has ended."""
+    OUT_OF_TIME = 2
+    """The timeout of its shutdown has passed. It may not have answered all calls."""
 
 
 def why_shut_down() -> str | None:
     """Why `shutdown` is called now, if that is because of an exception: one that unwinds or is being handled."""
     error = sys.exception()
     return None if error is None else f"it left because of {_brief(error)}"
+
+
+def why_out_of_time(timeout_s: float) -> str:
+    return f"it left when the timeout of its shutdown, {timeout_s:g} s, had passed"
 
 
 def why_process_ends() -> str:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from farstep.rpc.agent import Agent
     from farstep.rpc.message import Message
 
-__all__ = ["Gatherings", "all_gather", "join"]
+__all__ = ["Gatherings", "all_gather", "check_cut_off", "join"]
 
 log = logging.getLogger("farstep.rpc")
 Key = tuple[str, int]
@@ -43,6 +43,7 @@ MAX_LED = 4096
 """With more gatherings than this under way at a leader, no member may wait in more than an eighth of them."""
 MAX_NAMED = 5
 """An error message names so many calls of each kind."""
+LATE_ANSWER = "its last one ended so late that no time was left to ask the others about theirs"
 ASK_AFTER = 0.9
 """A gathering waits for this part of its time; the rest is for asking the leader who is missing."""
 
@@ -203,9 +204,17 @@ class Gatherings:
 
 
 def all_gather(
-    agent: Agent, part: Any, worker_names: Sequence[str] | None, timeout_s: float, purpose: str = "user"
+    agent: Agent,
+    part: Any,
+    worker_names: Sequence[str] | None,
+    timeout_s: float,
+    purpose: str = "user",
+    asked_s: float | None = None,
 ) -> dict[str, Any]:
-    """Everyone's part by name. `timeout_s` 0 waits as long as everyone is alive."""
+    """Everyone's part by name. `timeout_s` 0 waits as long as everyone is alive.
+
+    `asked_s` is the timeout that the user gave, for error messages, where it is not this one.
+    """
     names = None if worker_names is None else frozenset(worker_names)
     if names is not None and agent.info.name not in names:
         raise ValueError(
@@ -223,7 +232,7 @@ def all_gather(
         future = agent.start_gather(leader, head, pack((part,)), left)
         try:
             if left and not _is_done_within(future, left * ASK_AFTER):
-                raise _who_is_missing(agent, leader, key, timeout_s, deadline, future)
+                raise _who_is_missing(agent, leader, key, asked_s or timeout_s, deadline, future)
             parts = future.wait()
             if type(parts) is not dict or not {str}.issuperset(map(type, parts)):
                 raise ProtocolError(
@@ -279,12 +288,14 @@ def _missing_here(label: str, number: int) -> list[str]:
     return current_agent().links.gatherings.missing((label, number))
 
 
-def join(agent: Agent, timeout_s: float) -> None:
+def join(agent: Agent, timeout_s: float, asked_s: float) -> None:
     """Wait until every worker is here and no call is under way anywhere.
 
     Each round waits for this worker's own calls and gathers how many calls each has sent and served. When
     the sums are equal and the same as in the round before, nothing was under way in between. Workers that are gone took
     their counts with them, and in a group that workers join and leave not all know of them: there the same sums are enough.
+
+    `asked_s` is the timeout of the whole shutdown, for error messages.
     """
     deadline = time.monotonic() + timeout_s if timeout_s else None
     before: tuple[int, int] | None = None
@@ -293,15 +304,15 @@ def join(agent: Agent, timeout_s: float) -> None:
         left = _left(deadline)
         if left is not None and left <= 0:
             raise ShutdownTimeout(
-                f"worker {agent.info.name!r}: calls were still under way after {timeout_s:.3g} s: "
-                f"{_under_way(agent)}"
+                f"worker {agent.info.name!r}: calls were still under way when the timeout of its shutdown, "
+                f"{asked_s:g} s, had passed: {_under_way(agent) or LATE_ANSWER}"
             )
         try:
-            parts = all_gather(agent, agent.tally.totals(), None, left or 0.0, "join")
+            parts = all_gather(agent, agent.tally.totals(), None, left or 0.0, "join", asked_s)
         except ShutdownTimeout:
             raise
         except RpcTimeout as exc:
-            raise ShutdownTimeout(f"shutdown: {exc}") from exc
+            raise ShutdownTimeout("; ".join(filter(None, [f"shutdown: {exc}", _under_way(agent)]))) from exc
         counts = [
             part for part in parts.values() if is_id(part)
         ]  # of two numbers; a liar's part counts for nothing
@@ -313,18 +324,26 @@ def join(agent: Agent, timeout_s: float) -> None:
 
 
 def _under_way(agent: Agent) -> str:
-    """The calls that this worker waits for, and those that it runs. For error messages."""
+    """The calls that this worker waits for in vain, and those that it runs. For error messages."""
     calls = [f"{c.what} on {p.name!r}" for p in agent.links.peers() for c in list(p.calls.values())]
     parts = []
     for what, items, count in (
         ("has no answer yet to", calls, len(calls)),
+        ("got no answer to", agent.cut_off, len(agent.cut_off)),
         ("still runs", agent.service.functions_running(), agent.tally.serving),
     ):
         if count:
             more = [f"{count - MAX_NAMED} more"] if count > MAX_NAMED else []
             named = ", ".join(items[:MAX_NAMED] + more) or f"{count} calls"
             parts.append(f"{agent.info.name!r} {what} {named}")
-    return "; ".join(parts) or f"another call has ended on {agent.info.name!r} only now"
+    return "; ".join(parts)
+
+
+def check_cut_off(agent: Agent) -> None:
+    """ShutdownTimeout where workers that ran out of time in their shutdown left calls of this one unanswered."""
+    if agent.cut_off:
+        gone = [p.lost_error() for p in agent.links.peers() if p.ran_out_of_time]
+        raise ShutdownTimeout("; ".join([f"shutdown: {_under_way(agent)}", *map(str, gone[:MAX_NAMED])]))
 
 
 def _left(deadline: float | None) -> float | None:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from farstep.errors import RpcError, RpcTimeout, ShutdownTimeout
 from farstep.rpc import current, gather
 from farstep.rpc.agent import Agent
-from farstep.rpc.departure import why_process_ends, why_shut_down
+from farstep.rpc.departure import Leaving, why_out_of_time, why_process_ends, why_shut_down
 from farstep.rpc.membership import WorkerInfo
 from farstep.rpc.options import RpcOptions
 from farstep.rpc.peer import PeerState
@@ -67,23 +67,27 @@ def leave_group(agent: Agent, *, graceful: bool = True, timeout_s: float = 0.0) 
     Whatever happens the agent is closed afterwards; ShutdownTimeout says who was missing, or what still ran.
     """
     end = Ending(timeout_s)
-    why = why_shut_down()
+    why, how = why_shut_down(), Leaving.SHUT_DOWN
     try:
         if graceful:
-            gather.join(agent, end.left(0.0))
+            agent.is_shutting_down = True
+            gather.join(agent, end.left(0.0), timeout_s)
             release_references(agent, end.left(RREF_PATIENCE_S))
-            gather.join(agent, end.left(0.0))
+            gather.join(agent, end.left(0.0), timeout_s)
             why = None
             lost = [p.name for p in agent.links.peers() if p.state is PeerState.LOST]
             if lost:
                 log.warning("worker %r shuts down without %s, lost before", agent.info.name, ", ".join(lost))
     except RpcTimeout as exc:
+        if why is None:  # else the exception that unwinds is the cause that the others should hear of
+            why, how = why_out_of_time(timeout_s), Leaving.OUT_OF_TIME
         if isinstance(exc, ShutdownTimeout):
             raise
         raise ShutdownTimeout(str(exc)) from exc
     finally:
-        agent.close(end.left_to_close(), why)
+        agent.close(end.left_to_close(), why, how)
         _live.discard(agent)
+    gather.check_cut_off(agent)
 
 
 class Ending:

@@ -19,6 +19,7 @@ from farstep.errors import PayloadError, ProtocolError
 from farstep.rpc.bundle import Rider, unbundle
 from farstep.rpc.calls import AsyncCall, Call, SyncCall
 from farstep.rpc.connection import Receiver
+from farstep.rpc.departure import Leaving
 from farstep.rpc.message import Message, no_memory, read_message
 from farstep.rpc.peer import Peer
 from farstep.rpc.pressure import BUFFER_COST, RIDER_COST
@@ -395,7 +396,7 @@ class Inbox:
             heard = partial(self._agent.links.heard_lost, peer, name, incarnation, reason)
             self._add_job(message, heard, arrivals)
         elif kind == Kind.GOODBYE:
-            self._agent.links.left(peer, *(message.head or ("", False)))
+            self._agent.links.left(peer, *(message.head or ("", Leaving.SHUT_DOWN)))
         elif kind == Kind.EXTENSION:
             if message.call_id:
                 self._agent.tally.receive()

@@ -33,6 +33,7 @@ from farstep.errors import (
 )
 from farstep.rpc import handshake, joining
 from farstep.rpc.connection import Receiver
+from farstep.rpc.departure import Leaving
 from farstep.rpc.dialling import Dialler, Unreachable, check_introduction
 from farstep.rpc.gather import Gatherings
 from farstep.rpc.listener import Listener, keep_alive
@@ -390,17 +391,19 @@ class Links:
             log.warning("worker %r lost %r: %s", self.me.name, peer.name, reason)
             self._agent.submit(0, lambda: self._spread(peer, reason))
 
-    def left(self, peer: Peer, why: str, process_ends: bool) -> None:
+    def left(self, peer: Peer, why: str, how: int) -> None:
         """A peer said goodbye. On the reader's thread: what follows is a job.
 
         Where its process is about to end it is lost when that has ended. See [Note: the first to end].
         """
-        if process_ends:
+        if how == Leaving.PROCESS_ENDS:
             peer.ending = why
             timer = threading.Timer(ENDING_S, lambda: self.lose(peer, why))
             timer.daemon = True
             timer.start()
-        elif self._mark(peer, PeerState.LEFT, why or "it has shut down and left the group"):
+            return
+        peer.ran_out_of_time = how == Leaving.OUT_OF_TIME
+        if self._mark(peer, PeerState.LEFT, why or "it has shut down and left the group"):
             self._agent.submit(0, lambda: self._clear_up(peer))
 
     def heard_lost(self, teller: Peer, name: str, incarnation: str, reason: str) -> None:
@@ -523,9 +526,9 @@ class Links:
                 return
         callback()
 
-    def close(self, deadline: float, why: str | None) -> None:
+    def close(self, deadline: float, why: str | None, how: Leaving) -> None:
         """Say goodbye to everyone and close every connection."""
-        self._say_goodbye(deadline, None if why is None else (why, False))
+        self._say_goodbye(deadline, None if why is None else (why, int(how)))
         for peer in self.peers():
             self._hang_up(peer)
             if peer.state is PeerState.PRESENT:
@@ -534,9 +537,9 @@ class Links:
 
     def announce_end(self, deadline: float, why: str) -> None:
         """Tell everyone why this process is about to end."""
-        self._say_goodbye(deadline, (why, True))
+        self._say_goodbye(deadline, (why, int(Leaving.PROCESS_ENDS)))
 
-    def _say_goodbye(self, deadline: float, head: tuple[str, bool] | None) -> None:
+    def _say_goodbye(self, deadline: float, head: tuple[str, int] | None) -> None:
         with self._lock:
             self._leaving = True  # from here on, nobody else's end is news
         for peer in self.peers():

@@ -89,6 +89,7 @@ class Peer:
         self.is_arriving = False
         self.is_cleared = False  # it is gone, and all that it ever sent has been read
         self.is_accused = False
+        self.ran_out_of_time = False  # it left because the timeout of its shutdown had passed
         self.hearsay = ""  # what another worker says about its loss
         self.ending = ""  # why its process is about to end, as it said itself
         self.attempt: Attempt | None = None

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from farstep.errors import ProtocolError
+from farstep.rpc.departure import Leaving
 from farstep.rpc.wire import Kind
 
 __all__ = [
@@ -42,6 +43,7 @@ MAX_LABEL_CHARS: Final = 1 << 24
 MAX_ERROR_CHARS: Final = 1 << 20
 """An exception's text, and its traceback. A callee sends no more of either; see `cut`."""
 MAX_BRIEF_CHARS: Final = 500
+_LEAVING: Final = frozenset(map(int, Leaving))
 MAX_TIMEOUT_S: Final = 1e12
 
 _SEQUENCES: Final = frozenset({tuple, list})
@@ -179,8 +181,8 @@ def _is_lost(head: Any) -> bool:
 
 
 def _is_goodbye(head: Any) -> bool:
-    """None, or (why it leaves, whether its process is about to end)."""
-    return head is None or is_tuple_of(head, _is_reason, lambda ends: type(ends) is bool)
+    """None, or (why it leaves, how: see `Leaving`)."""
+    return head is None or is_tuple_of(head, _is_reason, lambda how: type(how) is int and how in _LEAVING)
 
 
 def _is_reason(value: Any) -> bool:
