@@ -4,6 +4,7 @@ fails."""
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,27 @@ class Run:
         self.lines.append(f"{rank} {line}")
         if "exited" in line:
             self.told.touch()
+
+
+STAY = """
+import os, time
+print(os.getpid(), flush=True)
+time.sleep(600)  # until it is stopped
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_no_copy_behind(tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "stay.py").write_text(STAY)
+    command = [sys.executable, "-m", "farstep", "run", "-n", "2", "--max-restarts", "2", "stay.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        pids = [int(run.stdout.readline().split()[-1]) for _ in range(2)]
+        run.send_signal(number)
+        assert run.wait(90) == 128 + number
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
 def test_all_are_started_again_when_one_fails(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -195,3 +196,17 @@ def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
+
+
+def test_a_time_in_which_the_job_was_stopped_does_not_count(tmp_path: Path) -> None:
+    """As when a scheduler suspends it: nobody was absent then."""
+    with Ranks(2) as ranks:
+        ranks.run(acts.set_deadline, 60)
+        ranks.run(acts.prepare, "save", [0, 1], str(tmp_path / "save"))
+        ranks.run(acts.set_deadline, 3)
+        first = ranks.workers[0].start(acts.run, "save")
+        ranks.workers[0].stop()
+        time.sleep(4)  # longer than the deadline
+        ranks.workers[0].cont()
+        second = ranks.workers[1].start(acts.run, "save")
+        assert [first.result()[0], second.result()[0]] == [None, None]

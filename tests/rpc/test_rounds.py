@@ -56,7 +56,7 @@ def test_a_rank_whose_holder_answers_is_not_taken_over() -> None:
     agents = meet(store, 2)
     try:
         for _ in range(2):
-            with pytest.raises(DuplicateName, match=r"'w1' has it already, and answers"):
+            with pytest.raises(DuplicateName, match=r"'w1' has it already, and is still there"):
                 join_group(store, "newcomer", 1, 2, RpcOptions(init_timeout_s=30))
         with pytest.raises(RpcError, match=r"world_size 3, and 'w0' \(rank 0\) is there with world_size 2"):
             join_group(store, "newcomer", 2, 3, RpcOptions(init_timeout_s=30))

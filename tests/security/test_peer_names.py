@@ -16,6 +16,7 @@ from farstep.autograd.context import COUNTER_BITS
 from farstep.errors import AutogradError, OptimError, RpcError
 from farstep.optim import DistributedOptimizer, calls, parameter_rrefs
 from farstep.rpc import Agent
+from farstep.rpc.departure import Leaving
 from farstep.rpc.gather import all_gather
 from farstep.rpc.payload import Packed, pack
 from farstep.rpc.wire import Kind
@@ -515,3 +516,19 @@ def test_a_failure_that_blames_another_worker_says_who_says_so(agents: list[Agen
             bounded(waiting.wait)
         gate.set()
     goes_on(agents)
+
+
+# -- goodbyes
+
+
+def test_many_words_of_an_end_take_one_timer() -> None:
+    """A peer that says again and again that its process is about to end."""
+    with rpc.local_agents(2) as (good, hostile):
+        assert hostile.call_sync(good.info.name, len, ((),), {}, PATIENCE_S) == 0
+        for _ in range(500):
+            say(hostile, good.info.name, Kind.GOODBYE, ("x", int(Leaving.PROCESS_ENDS)))
+        assert hostile.call_sync(good.info.name, len, ((),), {}, PATIENCE_S) == 0  # all has been read
+        timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+        assert len(timers) == 1
+        for timer in timers:
+            timer.cancel()

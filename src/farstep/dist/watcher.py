@@ -30,6 +30,8 @@ from farstep.dist.verdict import Sight, Verdict, busy_among, judge
 __all__ = ["Job", "Members", "Operation", "Wait", "diagnose", "give_up", "watcher"]
 
 _log = logging.getLogger(__name__)
+_STOPPED_S = 1.0
+"""A thread that sleeps for so much longer than it asked for was stopped, or its machine was."""
 _TICKS = 8
 """In a deadline: how often a rank that is in an operation says so."""
 _OF_TIMEOUT = 0.8
@@ -230,10 +232,15 @@ class Watcher:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait(min(self._tick_s, threading.TIMEOUT_MAX))
+                asleep_s = min(self._tick_s, threading.TIMEOUT_MAX)
+                began = time.monotonic()
+                self._changed.wait(asleep_s)
+                overslept_s = time.monotonic() - began - asleep_s
                 if self._is_stopped:
                     return
                 operations = [*self._operations]
+                if overslept_s > max(asleep_s, _STOPPED_S):
+                    _leave_out(operations, overslept_s)
                 self._tick_s = min((each.tick_s for each in operations), default=self._tick_s)
             try:
                 self._write_notes(operations)
@@ -279,6 +286,14 @@ class Watcher:
             wait.verdict = verdict
         wait.verdict = verdict = with_closed(job, wait, verdict)
         give_up(operation.job, operation.name, wait, verdict)
+
+
+def _leave_out(operations: list[Operation], seconds: float) -> None:
+    """Do not count a time in which this process was stopped: the other ranks may have been, too."""
+    for operation in operations:
+        if operation.wait is not None:
+            operation.wait.began += seconds
+            operation.wait.next_look += seconds
 
 
 Notes = dict[tuple[Job, int], Note | None]

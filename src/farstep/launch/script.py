@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 __all__ = ["run_script"]
@@ -43,7 +44,8 @@ def run_script(
     failed is said when all have ended.
     """
     for restart in range(max_restarts + 1):
-        codes = _run_once(script, args, world_size, show, compat, keep_going, restart)
+        with _stopped_by_signals():
+            codes = _run_once(script, args, world_size, show, compat, keep_going, restart)
         failed = {rank: code for rank, code in enumerate(codes) if code}
         if not failed:
             return 0
@@ -99,6 +101,24 @@ def _run_once(
         _stop(workers)
         for reader in readers:
             reader.join(STOP_S)
+
+
+@contextlib.contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the copies too, as Ctrl-C does; else they would go on without this process."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _environment() -> dict[str, str]:

@@ -12,7 +12,7 @@ import sys
 from enum import IntEnum
 from typing import Final
 
-__all__ = ["Leaving", "why_out_of_time", "why_process_ends", "why_shut_down"]
+__all__ = ["ENDED", "Leaving", "why_out_of_time", "why_process_ends", "why_shut_down"]
 
 MAX_CHARS: Final = 2000
 ENDED: Final = "its process ended"

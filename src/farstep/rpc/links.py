@@ -33,7 +33,7 @@ from farstep.errors import (
 )
 from farstep.rpc import handshake, joining
 from farstep.rpc.connection import Receiver
-from farstep.rpc.departure import Leaving
+from farstep.rpc.departure import ENDED, Leaving
 from farstep.rpc.dialling import Dialler, Unreachable, check_introduction
 from farstep.rpc.gather import Gatherings
 from farstep.rpc.listener import Listener, keep_alive
@@ -397,8 +397,10 @@ class Links:
         Where its process is about to end it is lost when that has ended. See [Note: the first to end].
         """
         if how == Leaving.PROCESS_ENDS:
-            peer.ending = why
-            timer = threading.Timer(ENDING_S, lambda: self.lose(peer, why))
+            if peer.ending:  # it has said so, and a timer runs
+                return
+            peer.ending = why or ENDED
+            timer = threading.Timer(ENDING_S, lambda: self.lose(peer, peer.ending))
             timer.daemon = True
             timer.start()
             return

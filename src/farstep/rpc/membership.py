@@ -189,7 +189,7 @@ class OpenRoster:
         if holder != mine:
             card = self._card_of(holder)
             if card is not None:
-                who = f"worker {card.name!r} (rank {card.id}) has it already, and answers"
+                who = f"worker {card.name!r} (rank {card.id}) has it already, and is still there"
             if self.is_gone(holder) or (card is not None and not self._answers(card)):
                 self.mark_gone(holder)
                 holder = self._store.compare_set(key, holder, mine)

@@ -134,7 +134,7 @@ class Rounds:
             raise DuplicateName(f"rank {rank} is not unique: another worker has it, and {exc}") from exc
         if card.incarnation != holder or self._answers(card):
             raise DuplicateName(
-                f"rank {rank} is not unique: worker {card.name!r} has it already, and answers; "
+                f"rank {rank} is not unique: worker {card.name!r} has it already, and is still there; "
                 f"{self._card.name!r} wants it too"
             )
         self._dead[rank] = card.name
