@@ -12,8 +12,10 @@ import pytest
 from support.workers import eventually
 
 from farstep import rpc
+from farstep.errors import RpcError
+from farstep.rpc.group import join_group
 from security.attackers import PATIENCE_S, call
-from security.test_store_writer import WrittenStore, changed, come_together
+from security.test_store_writer import WrittenStore, changed
 
 AS_NOBODY = "import os, socket, sys\nos.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
 
@@ -58,6 +60,14 @@ def test_another_user_is_refused_even_if_it_can_open_the_socket() -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+def join_and_call(store: WrittenStore, options: rpc.RpcOptions) -> None:
+    second = join_group(store, "worker1", 1, None, options)  # type: ignore[arg-type]
+    try:
+        second.call_sync("worker0", len, ((),), {}, PATIENCE_S)
+    finally:
+        second.close()
+
+
 def test_a_worker_does_not_speak_to_a_socket_of_another_user(tmp_path: Path) -> None:
     """Whoever writes the store may name a socket of theirs as a worker's."""
     place = tmp_path / "theirs"
@@ -76,10 +86,12 @@ def test_a_worker_does_not_speak_to_a_socket_of_another_user(tmp_path: Path) -> 
     with subprocess.Popen(command) as theirs:
         eventually(path.exists, "their socket")
         store = WrittenStore()
-        store.changes["worker/1"] = changed(unix=str(path))
-        agents, errors = come_together(
-            store, 2, lambda rank: rpc.RpcOptions(transport="unix", init_timeout_s=3)
-        )
-        assert not agents
-        assert any("uid 65534" in str(error) for error in errors), errors
+        options = rpc.RpcOptions(transport="unix", init_timeout_s=20)
+        first = join_group(store, "worker0", 0, None, options)  # type: ignore[arg-type]
+        store.changes["card/1"] = changed(unix=str(path))
+        try:
+            with pytest.raises(RpcError, match="uid 65534"):
+                join_and_call(store, options)
+        finally:
+            first.close()
         assert theirs.wait(PATIENCE_S) == 7  # it was told nothing

@@ -155,5 +155,6 @@ def test_a_forked_child_holds_nothing_of_its_parents_agent() -> None:
 def descriptors(agent: rpc.Agent) -> list[int]:
     listener = agent.links._listener
     ends = [end.sock for peer in agent.links.peers() for end in (peer.sender, peer.receiver) if end]
-    assert listener._claim is not None
-    return [listener._claim, *(sock.fileno() for sock in (*listener.sockets, *listener._strangers, *ends))]
+    assert listener._directory is not None
+    hold = listener._directory._hold._fd
+    return [hold, *(sock.fileno() for sock in (*listener.sockets, *listener._strangers, *ends))]

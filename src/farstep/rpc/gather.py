@@ -239,6 +239,10 @@ def all_gather(
                     f"the leader {leader.name!r} of an all_gather answered with no parts by name"
                 )
             return parts
+        except RpcTimeout as exc:
+            if MISSING in str(exc):
+                raise
+            raise _who_is_missing(agent, leader, key, asked_s or timeout_s, deadline, future) from exc
         except WorkerLost as exc:
             if names is not None or exc.worker != leader.name or agent.closed or _is_said_by_a_peer(exc):
                 raise  # a gathering of all goes on under the next leader

@@ -63,7 +63,7 @@ GOODBYE_S: Final = 1.0
 """For how long a peer that does not read may hold up a goodbye."""
 MAX_FORMER: Final = 10_000
 """So many incarnations that others have replaced are remembered, to be refused."""
-ENDING_S: Final = 10.0
+ENDING_S: Final = 30.0
 """A process that was about to end and has not ended by then is given up."""
 LostCallback = Callable[[WorkerInfo, str], None]
 
