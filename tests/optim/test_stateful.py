@@ -265,3 +265,20 @@ def on_two_ranks(folder: str) -> None:
 def test_replicas_save_and_load_them_together(tmp_path):
     with Ranks(2) as ranks:
         ranks.run(on_two_ranks, str(tmp_path / "saved"))
+
+
+class Uncopied(Average):
+    """One that cannot be tried on a copy."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("it cannot be copied")
+
+
+def test_an_object_that_cannot_be_tried_and_fails_is_named():
+    model = net()
+    optimizer = Averaged(model.parameters())
+    train(model, optimizer, 2)
+    saved = optim_state_dict(model, optimizer)
+    optimizer.state[model[1].bias]["average"] = Uncopied(torch.zeros(7))
+    with pytest.raises(StateMismatch, match=r"'average'.*1\.bias.*another shape.*load again before use"):
+        load_optim_state_dict(model, optimizer, saved)

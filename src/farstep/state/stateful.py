@@ -95,7 +95,14 @@ def _load_of(target: Any, saved: Any, where: str) -> Load:
             ) from exc
 
     def load() -> None:
-        target.load_state_dict(copied(saved))
+        try:
+            target.load_state_dict(copied(saved))
+        except Exception as exc:
+            raise StateMismatch(
+                f"{where} is a {type(target).__name__}, whose load_state_dict failed ({type(exc).__name__}: "
+                f"{exc}). It cannot be copied, so it could not be tried before. Other objects and tensors of the "
+                f"optimizer may have been loaded already: load again before use"
+            ) from exc
 
     return load
 
