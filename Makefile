@@ -6,8 +6,8 @@ BIN    := .venv/bin
 DEV    := .venv/.installed
 PEERS  := .venv/.installed-peers
 
-# Most tests wait for processes more than they compute, so a few files run side by side.
-JOBS   ?= 3
+# Most tests wait for processes more than they compute, so two files run side by side.
+JOBS   ?= 2
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist loadfile
 
 .PHONY: help demo test test-unit test-slow test-conformance test-steady conformance fuzz lint format bench bench-checkpoints bench-tcp bench-peers clean

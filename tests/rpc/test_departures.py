@@ -45,7 +45,9 @@ def fail_or_wait(rank: int, folder: str, api: str, how: str) -> None:
         elif how == "gather":
             rpc.all_gather(rank, ["w0", "w1", "w2"])
     except Exception as exc:
-        Path(folder, f"error{rank}").write_text(f"{type(exc).__name__}: {exc}")
+        path = Path(folder, f"new{rank}")
+        path.write_text(f"{type(exc).__name__}: {exc}")
+        path.rename(Path(folder, f"error{rank}"))  # whole or not at all: this process may be killed now
         raise
     module.shutdown()
 

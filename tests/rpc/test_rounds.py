@@ -164,7 +164,7 @@ def test_a_worker_that_was_replaced_and_comes_back_is_refused() -> None:
     store = dist.HashStore()
     stays, former = (join_group(store, name, rank, None) for rank, name in enumerate(("stays", "goes")))
     stays.links.lose(stays.peer("goes"), "it was given up")
-    with pytest.raises(DuplicateName, match=r"'goes' .* answers"):
+    with pytest.raises(DuplicateName, match=r"'goes' .* still there"):
         join_group(store, "goes", 1, None)
     store.set(f"gone/{former.links.me.card.incarnation}", "1")  # whoever restarts workers has given it up
     again = join_group(store, "goes", 1, None)

@@ -410,7 +410,9 @@ def test_a_call_that_is_nested_deeper_than_any_costs_its_sender(trio: list[Agent
 @pytest.mark.slow
 def test_a_liar_s_part_does_not_break_the_others_shutdown() -> None:
     with rpc.local_agents(3) as agents:
-        leaving = [threading.Thread(target=join, args=(agent, PATIENCE_S)) for agent in agents[:2]]
+        leaving = [
+            threading.Thread(target=join, args=(agent, PATIENCE_S, PATIENCE_S)) for agent in agents[:2]
+        ]
         lies = threading.Thread(target=tell_lies, args=(agents[2],))
         failed: list[BaseException] = []
         before, threading.excepthook = threading.excepthook, lambda args: failed.append(args.exc_value)  # type: ignore[arg-type,return-value]

@@ -193,8 +193,9 @@ class CallFuture(torch.futures.Future[Any]):
         _Future.__init__(self, [])  # as torch's class does, which costs more
 
     def wait(self) -> Any:
-        if self.await_reply is not None and not _Future.done(self):
-            value = self.await_reply()
+        await_reply = self.await_reply  # another thread may complete the call meanwhile, and takes it away
+        if await_reply is not None and not _Future.done(self):
+            value = await_reply()
             if value is not None:
                 return value[0]
         if self._exception is None or not self.done():
